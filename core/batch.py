@@ -1,0 +1,117 @@
+"""A step's batch and its result. The scheduler builds it, the runner completes it, the model only reads it.
+
+Order of rows: decoding rows first (``width`` tokens each), then prefill rows (a chunk each). Tokens are flattened in
+row order. B rows, T tokens, D decoding rows, W = width, P = pages of the longest row.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glowplug.core.offers import Mode
+from glowplug.core.request import Sequence
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(eq=False)
+class Batch:
+    """One step. Fields above the line are set by the scheduler (host), below it by the runner (device)."""
+
+    step: int
+    mode: Mode
+    rows: NDArray[np.int32]  #: [B] rows of the sequence table
+    epochs: NDArray[np.int64]  #: [B] row epochs at scheduling; a row whose epoch moved on is stale at commit
+    num_decodes: int  #: D
+    query_lens: NDArray[np.int32]  #: [B] tokens computed in this step
+    kv_lens: NDArray[np.int32]  #: [B] cache length after this step (an upper bound while lengths live on the device)
+    samples: NDArray[np.bool_]  #: [B] the row yields a token (False: a chunk that does not end its prompt)
+    prompt_ids: NDArray[np.int32]  #: tokens of the prefill rows, flattened
+    pages: NDArray[np.int32]  #: [B, P] page numbers, 0 (scratch) where unused
+    joined: list[Sequence] = field(default_factory=list)  #: entered a row since the last batch
+    left: list[int] = field(default_factory=list)  #: rows given up since the last batch
+    prompt_logprobs: NDArray[np.bool_] | None = None  #: [B] log-probabilities of the chunk's own tokens are wanted
+    # ---- set by the runner ------------------------------------------------------------------------------------------
+    input_ids: Any = None  #: torch int64 [T]
+    positions: Any = None  #: torch int64 [T]
+    slots: Any = None  #: torch int64 [T] where each token's KV goes: page * page_size + offset
+    row_ids: Any = None  #: torch int64 [B]
+    kv_lens_device: Any = None  #: torch int32 [B]
+    query_starts: Any = None  #: torch int32 [B + 1] prefix sums of query_lens
+    page_table: Any = None  #: torch int32 [B, P]
+    logits_index: Any = None  #: torch int64 [N] tokens whose logits are wanted; D*W first, then one a sampling prefill row
+    extra: dict[str, Any] = field(default_factory=dict)  #: parallel and speculative plugins' own fields, by plugin
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.query_lens.sum())
+
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens of the decoding rows, which lead the flattened order."""
+        return int(self.query_lens[: self.num_decodes].sum())
+
+
+@dataclass(eq=False)
+class LogprobTensors:
+    """Device log-probabilities for N tokens: ``token`` float32 [N], ``top_ids`` int64 [N, K], ``top`` float32 [N, K]."""
+
+    token: torch.Tensor
+    top_ids: torch.Tensor
+    top: torch.Tensor
+
+
+@dataclass(eq=False)
+class Accepted:
+    """What a step yields, on the device. Made by ``SpeculativeAlgorithm.accept``.
+
+    Attributes:
+        tokens: int64 [B, W]; row i holds ``counts[i]`` valid tokens.
+        counts: int32 [B]; 0 for rows that do not sample.
+        bad: bool [B]; the row's logits held NaN or only -inf.
+        logprobs: for every entry of ``tokens`` flattened ([B * W]), or None when no row asked.
+    """
+
+    tokens: torch.Tensor
+    counts: torch.Tensor
+    bad: torch.Tensor
+    logprobs: LogprobTensors | None = None
+
+
+@dataclass(eq=False)
+class PromptLogprobs:
+    """Log-probabilities of prompt tokens of one row: ``start`` is the position of the first."""
+
+    row: int
+    start: int
+    token: NDArray[np.float32]
+    top_ids: NDArray[np.int64]
+    top: NDArray[np.float32]
+
+
+@dataclass(eq=False)
+class StepResult:
+    """The same on the host, as the scheduler commits it. Shapes as in :class:`Accepted`."""
+
+    tokens: NDArray[np.int64]
+    counts: NDArray[np.int32]
+    bad: NDArray[np.bool_]
+    logprobs: tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.float32]] | None = None
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What ranks agree on before a step: mode, rows, tokens and largest width of any rank."""
+
+    mode: Mode
+    rows: int
+    tokens: int

@@ -1,0 +1,40 @@
+"""What a model family and its layers receive while they build. Everything a layer binds, it binds here, once."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from glowplug.core.facts import ModelFacts
+from glowplug.core.protocols import AttentionBackend, Collectives, Ops, ParallelStrategy, QuantizationScheme, Worker
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """Attributes:
+        facts: the checkpoint's facts; ``facts.config`` is its config.json.
+        worker: rank and device.
+        dtype: activation and unquantized weight dtype.
+        context: longest sequence (rope tables).
+        scheme: the chosen quantization scheme; ``plain`` is used for modules it does not cover.
+        parallel: strategies in order; layers ask each for its shard.
+        attention: the backend every attention layer calls.
+        first_layer: KV-pool number of this model's first layer (a draft model's layers follow the target's).
+    """
+
+    facts: ModelFacts
+    worker: Worker
+    dtype: torch.dtype
+    context: int
+    scheme: QuantizationScheme
+    plain: QuantizationScheme
+    parallel: ParallelStrategy
+    collectives: Collectives
+    attention: AttentionBackend
+    ops: Ops
+    first_layer: int = 0
+
+    def scheme_for(self, module: str) -> QuantizationScheme:
+        return self.scheme if self.scheme.covers(module) else self.plain

@@ -1,0 +1,95 @@
+"""A component: what a plugin registers in a slot. Plan zone: imports without torch.
+
+A plugin's top module states *what* exists (name, options, offers, requirements, a pure check) and *where* the
+runtime lives (a dotted ``factory``), which is imported only when the plan has chosen it.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict
+
+from glowplug.core.errors import Refusal
+from glowplug.core.offers import Offers
+
+if TYPE_CHECKING:
+    from glowplug.core.config import EngineConfig
+    from glowplug.core.facts import Facts
+
+CONTRACT = 1  #: version of the protocols in ``core/protocols.py``; a component built for another is refused
+
+
+class Options(BaseModel):
+    """Base of every plugin's options. Frozen; an unknown key is an error.
+
+    A subclass narrows ``use`` to ``Literal["its_name"]`` and adds its fields, each with a description.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    use: str
+
+
+@dataclass(frozen=True)
+class Package:
+    """A requirement on an installed distribution, e.g. ``Package("flashinfer-python", ">=0.6.11")``."""
+
+    name: str
+    spec: str = ""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A component as chosen in a plan under construction: its name, parsed options and offers."""
+
+    name: str
+    options: Options
+    offers: Offers
+
+
+@dataclass(frozen=True)
+class CheckContext:
+    """All that a component's ``check`` may look at. Pure data.
+
+    Attributes:
+        options: this component's own parsed options.
+        config: the operator's whole configuration, read-only.
+        facts: model, hardware and software facts.
+        chosen: what every slot holds (lists for slots that hold several); ask offers, never names.
+        values: decided values by dotted field, e.g. ``values["dtype"] == "float32"``.
+    """
+
+    options: Any
+    config: EngineConfig
+    facts: Facts
+    chosen: Mapping[str, tuple[Chosen, ...]]
+    values: Mapping[str, Any]
+
+
+Check = Callable[[CheckContext], Iterable[Refusal]]
+
+
+@dataclass(frozen=True)
+class Component:
+    """One entry of a slot.
+
+    Attributes:
+        name: what the operator writes after ``use =``. Unique within the slot.
+        options: pydantic model of its options (subclass of :class:`Options`).
+        factory: ``"package.module:Class"``; called as ``factory(options, plan, worker)`` in every rank.
+        offers: what it can do.
+        requires: packages it needs; one that is missing makes it unavailable, with the reason.
+        check: pure function yielding refusals for combinations the offers cannot express.
+        contract: version of the protocols it was written for.
+        summary: one line for ``glowplug plugins`` and the docs.
+    """
+
+    name: str
+    options: type[Options]
+    factory: str
+    offers: Offers = field(default_factory=Offers)
+    requires: tuple[Package, ...] = ()
+    check: Check | None = None
+    contract: int = CONTRACT
+    summary: str = ""

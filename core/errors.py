@@ -1,0 +1,85 @@
+"""Every exception the engine raises on purpose. All derive from :class:`GlowplugError`."""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+class GlowplugError(Exception):
+    """Base of every deliberate error."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One reason why a combination will not run.
+
+    Attributes:
+        by: the component (or pass) that refuses.
+        field: dotted config path the operator can change.
+        reason: one sentence of what is wrong, with the values.
+        fix: what to write instead.
+        origin: distribution of ``by`` ("built in" for ours).
+    """
+
+    by: str
+    field: str
+    reason: str
+    fix: str
+    origin: str = "built in"
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.reason}\n    by {self.by} ({self.origin}) | fix: {self.fix}"
+
+
+class PlanRefused(GlowplugError):
+    """The configuration cannot run. Nothing was loaded. ``refusals`` holds every reason found."""
+
+    def __init__(self, refusals: Iterable[Refusal], source: str = "the configuration") -> None:
+        self.refusals = tuple(refusals)
+        self.source = source
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        count = len(self.refusals)
+        head = f"PlanRefused: {count} problem{'s' if count != 1 else ''} with {self.source} (nothing was loaded)"
+        return "\n".join([head, *(f" {i}. {r}" for i, r in enumerate(self.refusals, 1))])
+
+
+class PluginLoadError(GlowplugError):
+    """A plugin could not be loaded, hung, or claims a taken name. Names its distribution and version."""
+
+
+class ConfigError(PlanRefused):
+    """The configuration could not be read: unknown keys, wrong types, duplicate keys. A kind of refusal."""
+
+
+class WeightError(GlowplugError):
+    """A checkpoint is incomplete, truncated, of the wrong shape, or holds a tensor too many or too few."""
+
+
+class RequestError(GlowplugError):
+    """A request cannot be served. Costs exactly that request.
+
+    Attributes:
+        code: machine-readable, for example ``context_length_exceeded``.
+        param: the request field at fault, or None.
+        status: HTTP status the server answers with.
+    """
+
+    def __init__(self, message: str, *, code: str | None = None, param: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.code = code
+        self.param = param
+        self.status = status
+
+
+class QueueFull(RequestError):
+    """The bounded queue is full. The client should retry after ``retry_after`` seconds."""
+
+    def __init__(self, message: str, retry_after: int = 1) -> None:
+        super().__init__(message, code="queue_full", status=429)
+        self.retry_after = retry_after
+
+
+class EngineDead(GlowplugError):
+    """The engine has stopped: a rank failed. Carries rank, phase and reason in its message."""

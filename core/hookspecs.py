@@ -1,0 +1,166 @@
+"""Every hook, by life-cycle phase. Hooks assemble; they never run while a token is served.
+
+Registration hooks return a list of ``Component``; one hook a slot (``slots.py``). Life-cycle hooks run at config
+reading, planning, and worker start and stop. A test counts hook calls while tokens are served and asserts zero.
+"""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+if TYPE_CHECKING:
+    from glowplug.core.component import CheckContext, Component
+    from glowplug.core.errors import Refusal
+    from glowplug.core.facts import ModelFacts
+    from glowplug.core.plan import EnginePlan
+
+PROJECT = "glowplug"
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+# ---- registration -------------------------------------------------------------------------------------------------
+
+
+@hookspec
+def register_models() -> list[Component]:  # type: ignore[empty-body]
+    """Model families: which ``architectures`` can be built, and by what (``ModelFamily``)."""
+
+
+@hookspec
+def register_weight_sources() -> list[Component]:  # type: ignore[empty-body]
+    """Where weights come from (``WeightSource``)."""
+
+
+@hookspec
+def register_attention_backends() -> list[Component]:  # type: ignore[empty-body]
+    """Attention backends (``AttentionBackend``)."""
+
+
+@hookspec
+def register_quantization_schemes() -> list[Component]:  # type: ignore[empty-body]
+    """Quantization schemes (``QuantizationScheme``)."""
+
+
+@hookspec
+def register_parallel_strategies() -> list[Component]:  # type: ignore[empty-body]
+    """Parallelism strategies (``ParallelStrategy``)."""
+
+
+@hookspec
+def register_collectives() -> list[Component]:  # type: ignore[empty-body]
+    """Collective backends (``Collectives``)."""
+
+
+@hookspec
+def register_speculative_algorithms() -> list[Component]:  # type: ignore[empty-body]
+    """Speculative algorithms (``SpeculativeAlgorithm``)."""
+
+
+@hookspec
+def register_schedulers() -> list[Component]:  # type: ignore[empty-body]
+    """Schedulers (``Scheduler``)."""
+
+
+@hookspec
+def register_scheduling_policies() -> list[Component]:  # type: ignore[empty-body]
+    """Scheduling policies (``SchedulingPolicy``)."""
+
+
+@hookspec
+def register_graph_runners() -> list[Component]:  # type: ignore[empty-body]
+    """Graph runners (``GraphRunner``)."""
+
+
+@hookspec
+def register_prefix_caches() -> list[Component]:  # type: ignore[empty-body]
+    """Prefix caches (``PrefixCache``)."""
+
+
+@hookspec
+def register_samplers() -> list[Component]:  # type: ignore[empty-body]
+    """Samplers (``Sampler``)."""
+
+
+@hookspec
+def register_output_parsers() -> list[Component]:  # type: ignore[empty-body]
+    """Reasoning and tool-call parsers (``OutputParserFactory``)."""
+
+
+@hookspec
+def register_executors() -> list[Component]:  # type: ignore[empty-body]
+    """Executors (``Executor``)."""
+
+
+@hookspec
+def register_ops() -> list[Component]:  # type: ignore[empty-body]
+    """Tables of small kernels (``Ops``)."""
+
+
+# ---- configuration and facts --------------------------------------------------------------------------------------
+
+
+@hookspec(firstresult=True)
+def read_config_file(path: Path) -> tuple[dict[str, Any], dict[str, int]] | None:
+    """Read a config file: (nested dict, line number by dotted path). None: not this plugin's format."""
+
+
+@hookspec(firstresult=True)
+def read_model_facts(path: Path) -> ModelFacts | None:
+    """Facts of the model at ``path`` (a folder or a file). None: not this plugin's format. Reads headers only."""
+
+
+@hookspec(firstresult=True)
+def open_tokenizer(path: Path, facts: ModelFacts) -> Any:
+    """A tokenizer (``core/tokenizer.py``'s protocol) for the model at ``path``. None: not this plugin's format."""
+
+
+# ---- planning -----------------------------------------------------------------------------------------------------
+
+
+@hookspec
+def contribute_defaults(facts: Any) -> dict[str, Any]:  # type: ignore[empty-body]
+    """Values by dotted config path that replace built-in defaults for these facts; the operator's always win."""
+
+
+@hookspec
+def check_plan(context: CheckContext) -> list[Refusal]:  # type: ignore[empty-body]
+    """Refuse a whole plan for a reason no single component owns. Pure."""
+
+
+@hookspec
+def plan_ready(plan: EnginePlan) -> None:
+    """The plan is frozen. For reporting; it can no longer be changed."""
+
+
+# ---- workers ------------------------------------------------------------------------------------------------------
+
+
+@hookspec
+def worker_started(worker: Any, plan: EnginePlan) -> None:
+    """A rank has built its engine and is about to report Ready."""
+
+
+@hookspec
+def worker_stopping(worker: Any) -> None:
+    """A rank is about to end."""
+
+
+@hookspec
+def step_observers(worker: Any, plan: EnginePlan) -> list[Any]:  # type: ignore[empty-body]
+    """Observers (``core/observe.py``) to be called directly, not through hooks, after each step."""
+
+
+# ---- surfaces -----------------------------------------------------------------------------------------------------
+
+
+@hookspec
+def extend_app(app: Any, plan: EnginePlan) -> None:
+    """Add routes to the server's FastAPI app. Every route is authenticated unless listed open in the config."""
+
+
+@hookspec
+def extend_cli(commands: Any) -> None:
+    """Add sub-commands to ``glowplug`` (argparse sub-parsers)."""

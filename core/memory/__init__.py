@@ -1,0 +1,1 @@
+"""KV memory: the cache's layout, the page allocator, the pool and the byte budget."""

@@ -1,0 +1,167 @@
+"""What crosses the pipe between the front (server or ``LLM``) and the engine: msgspec structs as msgpack bytes.
+
+Front to engine: a list of :data:`Inbound`. Engine to front: a list of :data:`Outbound`. Never pickle.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from glowplug.core.request import SamplingParams
+
+
+class Submit(msgspec.Struct, tag="s", array_like=True):
+    """A new sequence. ``params.n`` is 1; ``max_tokens`` and ``seed`` are filled in by the front."""
+
+    id: int
+    prompt: list[int]
+    params: SamplingParams
+    priority: int = 0
+    salt: str = ""
+    stop_ids: list[int] = []
+    timeout: float = 0.0  #: seconds from receipt after which it ends with reason "timeout"; 0: none
+    queue_timeout: float = 0.0  #: seconds it may wait in the queue; 0: none
+
+
+class Abort(msgspec.Struct, tag="a", array_like=True):
+    """End these sequences now; unknown ids are ignored. ``reason`` becomes their finish reason.
+
+    ``reason="stop"`` is how the front reports a matched stop string (the engine does not see text).
+    """
+
+    ids: list[int]
+    reason: str = "abort"
+
+
+class Control(msgspec.Struct, tag="c", array_like=True):
+    """A question or command outside the token path; answered by a :class:`Reply` with the same ``id``.
+
+    Actions: "flush" (drop the prefix cache), "info" (sizes, memory, budget), "check" (integrity of pool and cache),
+    "profile_start", "profile_stop".
+    """
+
+    id: int
+    action: str
+    args: dict[str, Any] = {}
+
+
+Inbound = Submit | Abort | Control
+
+
+class Logprobs(msgspec.Struct, array_like=True):
+    """Log-probabilities of consecutive tokens of one sequence.
+
+    ``token[i]`` belongs to the i-th token; ``top_ids[i]``/``top[i]`` are the k most likely, best first.
+    """
+
+    token: list[float]
+    top_ids: list[list[int]]
+    top: list[list[float]]
+
+
+class Finished(msgspec.Struct, array_like=True):
+    """The end of a sequence. ``reason``: stop, length, abort, timeout, error. ``stop_id``: the token that ended it."""
+
+    id: int
+    reason: str
+    stop_id: int | None = None
+    error: str | None = None
+    error_code: str | None = None
+
+
+class Admitted(msgspec.Struct, array_like=True):
+    """A sequence ran for the first time: queue time in seconds and prompt tokens found in the prefix cache."""
+
+    id: int
+    queued: float
+    cached_tokens: int
+
+
+class Stats(msgspec.Struct, array_like=True):
+    """Gauges and counters since start, for /metrics and the log line."""
+
+    running: int = 0
+    waiting: int = 0
+    pages_total: int = 0
+    pages_free: int = 0
+    pages_evictable: int = 0
+    page_size: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    aborted: int = 0
+    finished: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    step_seconds: float = 0.0
+    bubble_seconds: float = 0.0
+
+
+class StepOutput(msgspec.Struct, tag="o", array_like=True):
+    """All that one committed step produced. Columnar: ``ids[i]`` got the next ``counts[i]`` entries of ``tokens``.
+
+    ``counts`` empty means one token each. ``logprobs`` and ``prompt_logprobs`` are (id, values) for the sequences that
+    asked. The token that ends a sequence by id (eos) is included in ``tokens``.
+    """
+
+    ids: list[int] = []
+    tokens: list[int] = []
+    counts: list[int] = []
+    logprobs: list[tuple[int, Logprobs]] = []
+    prompt_logprobs: list[tuple[int, Logprobs]] = []
+    admitted: list[Admitted] = []
+    finished: list[Finished] = []
+    stats: Stats | None = None
+
+
+class Reply(msgspec.Struct, tag="r", array_like=True):
+    """Answer to a Control."""
+
+    id: int
+    ok: bool
+    data: dict[str, Any] = {}
+    error: str = ""
+
+
+class Progress(msgspec.Struct, tag="p", array_like=True):
+    """Start-up progress of a rank: phase ("weights", "kv", "warmup", "ready"), done of total."""
+
+    rank: int
+    phase: str
+    done: int = 0
+    total: int = 0
+    seconds: float = 0.0
+
+
+class Failed(msgspec.Struct, tag="f", array_like=True):
+    """A rank has failed; the engine is over."""
+
+    rank: int
+    phase: str
+    reason: str
+    traceback: str = ""
+
+
+Outbound = StepOutput | Reply | Progress | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_inbound = msgspec.msgpack.Decoder(list[Inbound])
+_outbound = msgspec.msgpack.Decoder(list[Outbound])
+
+
+def encode(messages: list[Any]) -> bytes:
+    """A list of messages as one msgpack frame."""
+    return _encoder.encode(messages)
+
+
+def decode_inbound(data: bytes) -> list[Inbound]:
+    return _inbound.decode(data)
+
+
+def decode_outbound(data: bytes) -> list[Outbound]:
+    return _outbound.decode(data)

@@ -1,0 +1,219 @@
+"""The vocabulary of capabilities: what a component says it offers, so that no code ever asks who it is.
+
+Plan zone: imports without torch. Every offer is a frozen dataclass, one per slot family. A combination is
+judged by these words only; to teach the engine a new incompatibility, add a word here and a check that reads it.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+
+
+class Mode(StrEnum):
+    """What a step computes. Graph capture and attention support are declared per mode."""
+
+    PREFILL = "prefill"  #: chunks of prompts, possibly mixed with decoding rows
+    DECODE = "decode"  #: one token a row
+    VERIFY = "verify"  #: the speculative width of tokens a row
+    DRAFT_DECODE = "draft_decode"
+    DRAFT_EXTEND = "draft_extend"
+    IDLE = "idle"  #: no token of its own; takes part in collectives only
+
+
+class Capture(IntEnum):
+    """How a component may run in a mode. ``NO < EAGER < GRAPH``."""
+
+    NO = 0  #: not at all
+    EAGER = 1  #: yes, but it syncs with the host or allocates: no graph capture
+    GRAPH = 2  #: yes, and it may be captured
+
+
+EVERY_MODE_EAGER: Mapping[Mode, Capture] = {mode: Capture.EAGER for mode in Mode}
+EVERY_MODE_GRAPH: Mapping[Mode, Capture] = {mode: Capture.GRAPH for mode in Mode}
+
+DEVICES = frozenset({"cpu", "cuda"})
+FLOAT_DTYPES = frozenset({"float32", "bfloat16", "float16"})
+
+
+@dataclass(frozen=True)
+class Offers:
+    """What every component says, whatever its slot.
+
+    Attributes:
+        devices: device types it runs on ("cpu", "cuda").
+        compute: CUDA compute capabilities it supports (90 = SM90); empty: any.
+        dtypes: compute dtypes it supports, by torch name.
+        modes: capture level per step mode.
+        overlap: its step code never waits for the device, so the next step may be launched before this one is read.
+        deterministic: same inputs and seed give the same result, whatever else is in the batch.
+    """
+
+    devices: frozenset[str] = DEVICES
+    compute: frozenset[int] = frozenset()
+    dtypes: frozenset[str] = FLOAT_DTYPES
+    modes: Mapping[Mode, Capture] = field(default_factory=lambda: dict(EVERY_MODE_GRAPH))
+    overlap: bool = True
+    deterministic: bool = True
+
+
+@dataclass(frozen=True)
+class AttentionOffers(Offers):
+    """Attention backends.
+
+    Attributes:
+        kinds: "mla" (latent cache) and/or "mha" (per-head cache; MHA, GQA and MQA).
+        kv_dtypes: cache dtypes it reads ("float32", "bfloat16", "float16", "fp8_e4m3").
+        page_sizes: tokens a page it accepts; empty: any.
+        tree: reads tree masks in verify (False: causal chains only).
+        max_width: largest number of query tokens a row in decode/verify; 0: any.
+        padding: accepts padded rows (page table rows that point at the scratch page).
+    """
+
+    kinds: frozenset[str] = frozenset()
+    kv_dtypes: frozenset[str] = FLOAT_DTYPES
+    page_sizes: frozenset[int] = frozenset()
+    tree: bool = False
+    max_width: int = 0
+    padding: bool = True
+
+
+@dataclass(frozen=True)
+class QuantizationOffers(Offers):
+    """Quantization schemes.
+
+    Attributes:
+        reads: values of ``quantization_config.quant_method`` it loads; "none" means an unquantized checkpoint.
+        online: it can also quantize an unquantized checkpoint while loading.
+        block_shape: (rows, columns) of a weight block, or None.
+    """
+
+    reads: frozenset[str] = frozenset()
+    online: bool = False
+    block_shape: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class ParallelOffers(Offers):
+    """Parallelism strategies.
+
+    Attributes:
+        axes: mesh axes it defines ("tp", "dp", "ep").
+        ranks: how many ranks it spans is given by its option ``size``; True when more than one is possible.
+        idle_steps: ranks may have nothing to do while others step (needs IDLE support on the step's path).
+        static_shapes: exchanges have the same shape every step.
+    """
+
+    axes: frozenset[str] = frozenset()
+    ranks: bool = False
+    idle_steps: bool = False
+    static_shapes: bool = True
+
+
+@dataclass(frozen=True)
+class SpeculativeOffers(Offers):
+    """Speculative algorithms.
+
+    Attributes:
+        drafts: it proposes tokens (False: the algorithm of width one).
+        tree: its proposals form a tree, so verify needs tree masks.
+        hidden_states: it needs the target's hidden states.
+        nextn_layer: it needs the checkpoint's own multi-token-prediction layer.
+    """
+
+    drafts: bool = False
+    tree: bool = False
+    hidden_states: bool = False
+    nextn_layer: bool = False
+
+
+@dataclass(frozen=True)
+class SchedulerOffers(Offers):
+    """Schedulers. ``chunked``: splits prompts over steps. ``preempts``: gives pages back without losing a token."""
+
+    chunked: bool = True
+    preempts: bool = True
+
+
+@dataclass(frozen=True)
+class CacheOffers(Offers):
+    """Prefix caches. ``shares``: requests may share pages. ``salted``: a salt separates tenants."""
+
+    shares: bool = True
+    salted: bool = True
+
+
+@dataclass(frozen=True)
+class GraphOffers(Offers):
+    """Graph runners. ``captures``: it records modes, so every component on the step's path must offer GRAPH there."""
+
+    captures: frozenset[Mode] = frozenset()
+
+
+@dataclass(frozen=True)
+class SamplerOffers(Offers):
+    """Samplers. ``features``: request fields it honours (names of ``SamplingParams`` fields)."""
+
+    features: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class OutputOffers(Offers):
+    """Output parsers. ``kind``: "reasoning" or "tools". ``aliases``: other names users know it by."""
+
+    kind: str = "reasoning"
+    aliases: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class WeightOffers(Offers):
+    """Weight sources. ``formats``: file formats it opens ("safetensors", "gguf"); "synthetic" needs no file."""
+
+    formats: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class ExecutorOffers(Offers):
+    """Executors. ``hosts``/``ranks``: may it span several. ``isolated``: ranks live outside the caller's process."""
+
+    ranks: bool = False
+    hosts: bool = False
+    isolated: bool = False
+
+
+@dataclass(frozen=True)
+class ModelOffers(Offers):
+    """Model families.
+
+    Attributes:
+        architectures: values of config.json's ``architectures`` it builds.
+        kind: attention kind its layers need: "mla" or "mha".
+        moe: it has routed experts.
+        nextn: it can build a multi-token-prediction layer.
+    """
+
+    architectures: frozenset[str] = frozenset()
+    kind: str = "mha"
+    moe: bool = False
+    nextn: bool = False
+
+
+@dataclass(frozen=True)
+class OpsOffers(Offers):
+    """Elementwise and routing kernels bound on layers. ``ops``: names of the table's entries it provides."""
+
+    ops: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class CollectiveOffers(Offers):
+    """Collective backends ("local" for one rank, gloo, nccl). ``ranks``: more than one."""
+
+    ranks: bool = False
+
+
+@dataclass(frozen=True)
+class PolicyOffers(Offers):
+    """Scheduling policies. ``uses_prefix``: its order depends on the prefix cache."""
+
+    uses_prefix: bool = False

@@ -1,0 +1,119 @@
+"""Option bases, one a slot, and the fixed sections. A plugin subclasses its slot's base and narrows ``use``.
+
+Fields here are the ones the generic passes read whatever the plugin; a plugin adds its own. Plan zone: no torch.
+"None" always means: let the plan decide, and say why in a Decision.
+"""
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from glowplug.core.component import Options
+
+
+class Section(BaseModel):
+    """Base of the sections that no plugin fills."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class AttentionOptions(Options):
+    kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"] = Field(
+        "auto", description="dtype of the KV cache; auto is the compute dtype")
+    page_size: int | None = Field(None, ge=1, le=1024, description="tokens a KV page; None: the plan decides")
+
+
+class QuantizationOptions(Options):
+    pass
+
+
+class ParallelOptions(Options):
+    size: int = Field(1, ge=1, description="ranks this strategy spans")
+
+
+class CollectivesOptions(Options):
+    timeout: float = Field(600.0, gt=0, description="seconds before a collective that does not finish ends the engine")
+
+
+class SpeculativeOptions(Options):
+    pass
+
+
+class SchedulerOptions(Options):
+    max_running_requests: int | None = Field(None, ge=1, le=65536, description="sequences in flight; None: from memory")
+    max_queued_requests: int = Field(1024, ge=0, description="waiting sequences; one more is answered 429")
+    chunk_size: int | None = Field(None, ge=1, description="most prompt tokens a step; None: the plan decides")
+    overlap: bool = Field(True, description="launch the next step before the last one is read")
+
+
+class PolicyOptions(Options):
+    pass
+
+
+class GraphOptions(Options):
+    pass
+
+
+class CacheOptions(Options):
+    pass
+
+
+class SamplingOptions(Options):
+    pass
+
+
+class OutputOptions(Options):
+    pass
+
+
+class WeightOptions(Options):
+    pass
+
+
+class ExecutorOptions(Options):
+    start_timeout: float = Field(1800.0, gt=0, description="seconds a rank may take to become ready")
+    watchdog: float = Field(300.0, gt=0, description="seconds without a heartbeat before a rank counts as hung")
+
+
+class OpsOptions(Options):
+    pass
+
+
+class MemoryOptions(Section):
+    """Overrides of the measured memory plan; normally all unset."""
+
+    kv_tokens: int | None = Field(None, ge=1, description="tokens in the KV pool")
+    kv_bytes: int | None = Field(None, ge=1, description="bytes of the KV pool on each rank")
+    fraction: float | None = Field(None, gt=0, lt=1, description="share of the device for weights and KV (override)")
+    reserve_bytes: int = Field(0, ge=0, description="bytes to leave untouched beyond the budget")
+
+
+class ServerOptions(Section):
+    host: str = "127.0.0.1"
+    port: int = Field(30000, ge=0, le=65535)
+    api_key: str | None = Field(None, description="required from clients as a bearer token")
+    admin_api_key: str | None = Field(None, description="required for admin routes; None: api_key opens them")
+    served_model_name: str | None = None
+    max_body_bytes: int = Field(32 << 20, ge=1024)
+    max_prompt_bytes: int | None = Field(None, ge=1, description="None: 16 bytes a token of context")
+    max_choices: int = Field(512, ge=1, description="most n x prompts in one request")
+    request_timeout: float = Field(0.0, ge=0, description="seconds; 0: none")
+    queue_timeout: float = Field(0.0, ge=0, description="seconds a request may wait; 0: none")
+    drain_timeout: float = Field(30.0, ge=0, description="seconds running requests get after SIGTERM")
+    cors_origins: tuple[str, ...] = ()
+    open_routes: tuple[str, ...] = ("/health", "/ready", "/metrics")
+    default_max_tokens: int | None = Field(None, ge=1, description="None: what the context leaves (chat), 16 (completions)")
+    emit_reasoning_alias: bool = Field(True, description="also emit reasoning_content under the name reasoning")
+    tokenizer_threads: int = Field(2, ge=1, le=64)
+
+
+class LogOptions(Section):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["human", "json"] = "human"
+    stats_interval: float = Field(10.0, ge=0, description="seconds between statistics lines; 0: none")
+
+
+class MetricsOptions(Section):
+    enabled: bool = True
+    compat: tuple[Literal["vllm", "sglang"], ...] = Field((), description="also export core series under these names")

@@ -1,0 +1,103 @@
+"""The plan: everything that was decided before a weight is read. Frozen, torch-free, JSON both ways.
+
+Workers receive it as JSON (``plan.to_json``) and never look at the operator's config again.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from glowplug.core.facts import Facts
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One decided value. ``by``: "operator", "default", a plugin's name or a pass; ``why``: one clause."""
+
+    field: str
+    value: Any
+    by: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The component that fills a slot: enough to build it in a worker."""
+
+    slot: str
+    name: str
+    factory: str
+    options: dict[str, Any]
+    distribution: str = "built in"
+    version: str = ""
+
+
+@dataclass(frozen=True)
+class BudgetLine:
+    """Bytes set aside on each rank under one name. ``measured`` replaces the estimate after warm-up."""
+
+    name: str
+    bytes: int
+    how: str
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers every run-zone part reads. Tokens unless said otherwise; bytes where the name says so."""
+
+    context_length: int  #: longest sequence, prompt and output together
+    max_running: int  #: rows of the sequence table
+    max_queued: int  #: waiting requests beyond the running ones
+    max_step_tokens: int  #: most tokens in one step (chunk size plus decoding rows)
+    chunk_size: int  #: most prefill tokens in one step
+    page_size: int
+    num_pages: int  #: pages of the KV pool, the scratch page 0 included
+    kv_bytes: int  #: bytes of the KV pool on each rank
+    width: int = 1  #: tokens a decoding row computes a step (1 + drafted)
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """The frozen outcome of the six passes."""
+
+    model: str
+    dtype: str
+    kv_dtype: str
+    device: str
+    seed: int
+    overlap: bool
+    choices: tuple[Choice, ...]
+    decisions: tuple[Decision, ...]
+    budget: tuple[BudgetLine, ...]
+    sizes: Sizes
+    mesh: dict[str, int]  #: axis -> size; {} for one rank
+    facts: Facts
+    config: dict[str, Any]  #: the operator's own configuration, as given
+    plugins: tuple[str, ...]  #: names of the loaded plugin modules, defaults first
+    fingerprint: str  #: hash over plugins, versions and decisions; ranks compare it
+
+    def choice(self, slot: str) -> Choice:
+        """The single component in ``slot``. Raises KeyError when the slot is empty."""
+        for choice in self.choices:
+            if choice.slot == slot:
+                return choice
+        raise KeyError(slot)
+
+    def choices_in(self, slot: str) -> tuple[Choice, ...]:
+        return tuple(choice for choice in self.choices if choice.slot == slot)
+
+    @property
+    def ranks(self) -> int:
+        size = 1
+        for axis in ("tp", "pp"):
+            size *= self.mesh.get(axis, 1)
+        return max(size, self.mesh.get("world", 1))
+
+    def to_json(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @staticmethod
+    def from_json(data: bytes) -> EnginePlan:
+        return msgspec.json.decode(data, type=EnginePlan)

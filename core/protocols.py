@@ -1,0 +1,542 @@
+"""What each slot's runtime object must do. At most six methods each; made by ``factory(options, plan, worker)``.
+
+``reserve`` (allocate every persistent buffer, once), ``plan_step`` (host work and copies, never captured) and the
+device-only methods mean the same in every slot. Shapes: B rows, T tokens, D decoding rows, W width, H heads,
+V vocabulary. Importing this module imports torch only for type checking.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glowplug.core.batch import Accepted, Batch, LogprobTensors, StepResult, StepShape
+from glowplug.core.facts import ModelFacts, TensorFact
+from glowplug.core.memory.layout import KVLayout
+from glowplug.core.messages import Abort, Stats, StepOutput
+from glowplug.core.offers import Mode
+from glowplug.core.plan import EnginePlan
+from glowplug.core.request import SamplingParams, Sequence
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from glowplug.core.build import BuildContext
+
+
+# ---- what a factory receives --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Worker:
+    """The rank a factory builds for. ``device``: torch device string; ``dtype``: torch dtype of activations."""
+
+    rank: int = 0
+    ranks: int = 1
+    device: str = "cpu"
+    dtype: Any = None
+    coordinates: Mapping[str, int] = field(default_factory=dict)  #: mesh axis -> this rank's index
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Upper bounds for ``reserve``. ``kv``: one mapping entry name -> tensor [pages * page_size, *shape] a layer."""
+
+    rows: int
+    step_tokens: int
+    context: int
+    page_size: int
+    num_pages: int
+    width: int
+    vocab: int
+    kv: tuple[Mapping[str, Tensor], ...] = ()
+
+
+# ---- attention ----------------------------------------------------------------------------------------------------
+
+
+class MlaLayer(Protocol):
+    """What a backend needs from one MLA layer. All tensors in the compute dtype, heads local to this rank.
+
+    Attributes:
+        index: layer number in the KV pool.
+        heads, nope_dim, rope_dim, v_dim, lora_rank: sizes.
+        scale: softmax scale, YaRN's mscale included.
+        w_uk: [H, nope_dim, lora_rank], takes q_nope into latent space.
+        w_uv: [H, lora_rank, v_dim], takes the latent output to values.
+    """
+
+    index: int
+    heads: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    lora_rank: int
+    scale: float
+    w_uk: Tensor
+    w_uv: Tensor
+
+    def expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """latent [N, lora_rank] -> k_nope [N, H, nope_dim], v [N, H, v_dim]: the un-absorbed projection."""
+        ...
+
+
+class MhaLayer(Protocol):
+    """What a backend needs from one multi-head (or grouped-query) layer."""
+
+    index: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+
+
+class AttentionBackend(Protocol):
+    def kv_layout(self) -> KVLayout:
+        """What it keeps in the cache. Called before ``reserve``."""
+        ...
+
+    def reserve(self, limits: Limits) -> None: ...
+
+    def plan_step(self, batch: Batch, slot: object | None) -> None:
+        """Host-side preparation for ``batch``; ``slot`` is the graph slot it will replay in, or None."""
+        ...
+
+    def mla(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, layer: MlaLayer) -> Tensor:
+        """Store latent [T, lora_rank] and k_rope [T, rope_dim], attend, return [T, H * v_dim].
+
+        q_nope [T, H, nope_dim], q_rope [T, H, rope_dim]; rope already applied, latent already normed.
+        """
+        ...
+
+    def mha(self, q: Tensor, k: Tensor, v: Tensor, layer: MhaLayer) -> Tensor:
+        """q [T, H, head_dim], k and v [T, kv_heads, head_dim]; stores k, v; returns [T, H * head_dim]."""
+        ...
+
+
+# ---- quantization -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """A (possibly fused) linear layer on this rank: y = x W^T, W [sum(outputs), inputs].
+
+    Attributes:
+        name: module path of the layer, e.g. "model.layers.3.self_attn.q_b_proj".
+        parts: checkpoint names of the fused parts (module paths), one for a plain layer.
+        outputs: rows of each part on this rank.
+        inputs: columns on this rank.
+        row_starts: first row of each part in the checkpoint's tensor (tensor parallel slices), 0 without sharding.
+        col_start: first column in the checkpoint's tensor.
+        full: (rows, columns) of each part in the checkpoint.
+        bias: the parts carry biases.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    outputs: tuple[int, ...]
+    inputs: int
+    row_starts: tuple[int, ...]
+    col_start: int
+    full: tuple[tuple[int, int], ...]
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class ExpertsShape:
+    """Routed experts on this rank. Gate and up are fused: w13 [E, 2*inter, hidden], w2 [E, hidden, inter].
+
+    ``prefix`` is the module path up to "experts"; checkpoint names are ``{prefix}.{e}.gate_proj.weight`` and so on.
+    ``first``..``first + count`` are the experts held here; ``inter_start``/``inter`` the slice of their width.
+    """
+
+    prefix: str
+    count: int
+    first: int
+    hidden: int
+    inter: int
+    inter_start: int
+    inter_full: int
+    total: int
+
+
+class WeightTarget(Protocol):
+    """One checkpoint tensor that must be loaded: where it goes. Every target is stored exactly once.
+
+    Attributes:
+        name: checkpoint tensor name.
+        shape: shape it must have in the checkpoint.
+        index: slices of it that this rank needs.
+        optional: may be absent (then ``store`` is not called).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    index: tuple[slice, ...]
+    optional: bool
+
+    def store(self, value: Tensor) -> None:
+        """Receive the sliced tensor, in the checkpoint's dtype, on the CPU. Copies it into its final place."""
+        ...
+
+
+class LinearMethod(Protocol):
+    """How one linear layer keeps its weight and multiplies. Holds its own tensors."""
+
+    input_format: str  #: what the producer may hand over directly: "plain", "fp8_group128", "int8_token"
+
+    def targets(self) -> Iterator[WeightTarget]: ...
+
+    def finalize(self) -> None:
+        """After loading: fuse, transpose, dequantise into the form ``apply`` uses."""
+        ...
+
+    def apply(self, x: Tensor) -> Tensor:
+        """x [T, inputs] -> [T, sum(outputs)] in x's dtype."""
+        ...
+
+    def dense(self) -> Tensor:
+        """The weight as [sum(outputs), inputs] in the compute dtype (MLA absorption needs kv_b's)."""
+        ...
+
+
+class ExpertsMethod(Protocol):
+    def targets(self) -> Iterator[WeightTarget]: ...
+
+    def finalize(self) -> None: ...
+
+    def apply(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """x [T, hidden], ids int64 [T, K] (local expert numbers, -1: not here), weights float32 [T, K] -> [T, hidden]."""
+        ...
+
+
+class QuantizationScheme(Protocol):
+    def linear(self, shape: LinearShape) -> LinearMethod: ...
+
+    def experts(self, shape: ExpertsShape) -> ExpertsMethod: ...
+
+    def covers(self, module: str) -> bool:
+        """Is this module quantized? If not, the model uses the unquantized scheme for it."""
+        ...
+
+
+# ---- parallel -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rank's part of a dimension: elements ``start`` to ``start + size`` of ``full``.
+
+    ``reduce``: the layer's output is a partial sum that must be all-reduced. ``gather``: it is a slice to be gathered.
+    """
+
+    start: int
+    size: int
+    full: int
+    reduce: bool = False
+    gather: bool = False
+
+
+class ExpertExchange(Protocol):
+    """Moves tokens to the ranks of their experts and back."""
+
+    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def combine(self, y: Tensor) -> Tensor: ...
+
+
+class ParallelStrategy(Protocol):
+    def axes(self) -> Mapping[str, int]: ...
+
+    def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard:
+        """This rank's part of dimension ``full`` of layer ``name``.
+
+        ``role``: "column" (outputs), "row" (inputs), "vocab", "heads", "experts", "expert_width", "replicated".
+        ``block``: the dimension splits only at multiples of it (128 for block FP8).
+        """
+        ...
+
+    def agree(self, local: StepShape) -> StepShape:
+        """The one host collective a step; identity unless ranks may differ."""
+        ...
+
+    def enter_attention(self, x: Tensor, batch: Batch) -> Tensor: ...
+
+    def leave_attention(self, x: Tensor, batch: Batch) -> Tensor: ...
+
+    def expert_exchange(self) -> ExpertExchange | None: ...
+
+
+class Collectives(Protocol):
+    """Collectives over one mesh axis. Identity for an axis of size one."""
+
+    def all_reduce(self, x: Tensor, axis: str) -> Tensor: ...
+
+    def all_gather(self, x: Tensor, axis: str, dim: int = 0) -> Tensor: ...
+
+    def reduce_scatter(self, x: Tensor, axis: str) -> Tensor: ...
+
+    def all_to_all(self, x: Tensor, axis: str) -> Tensor: ...
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        """Rank 0's bytes on every rank (host side)."""
+        ...
+
+    def close(self) -> None: ...
+
+
+# ---- sampling and speculation -------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Sampled:
+    """One token for each of N logits rows: ``tokens`` int64 [N], ``bad`` bool [N], optional log-probabilities."""
+
+    tokens: Tensor
+    bad: Tensor
+    logprobs: LogprobTensors | None = None
+
+
+class Sampler(Protocol):
+    """Turns logits into tokens by each row's own parameters, independent of what else is in the batch."""
+
+    def reserve(self, limits: Limits) -> None: ...
+
+    def join(self, row: int, params: SamplingParams, tokens: NDArray[np.int32], prompt_len: int) -> None:
+        """A sequence takes ``row``: tokens so far (prompt and output) seed the penalties."""
+        ...
+
+    def leave(self, row: int) -> None: ...
+
+    def plan_step(self, batch: Batch) -> None: ...
+
+    def sample(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Sampled:
+        """logits float32 [N, V] (may be overwritten), rows int64 [N], positions int64 [N] of the token being drawn.
+
+        The random number depends only on (seed of the row, position).
+        """
+        ...
+
+    def observe(self, tokens: Tensor, counts: Tensor, rows: Tensor) -> None:
+        """tokens int64 [B, W], counts int32 [B], rows int64 [B] were accepted: update penalties, on the device."""
+        ...
+
+
+class SpeculativeAlgorithm(Protocol):
+    """Decides what decoding rows feed in and which of the results count. Width one is no speculation."""
+
+    def step_modes(self) -> frozenset[Mode]: ...
+
+    def width(self) -> int: ...
+
+    def reserve(self, limits: Limits) -> None: ...
+
+    def draft(self, batch: Batch) -> Tensor:
+        """Token ids int64 [D, W] that the decoding rows of ``batch`` compute: the last accepted one, then drafts."""
+        ...
+
+    def accept(self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
+        """logits [N, V] at ``batch.logits_index``, hidden [T, hidden]. Remembers what the next ``draft`` needs."""
+        ...
+
+    def draft_model(self) -> Model | None: ...
+
+
+# ---- scheduling ---------------------------------------------------------------------------------------------------
+
+
+class PrefixCache(Protocol):
+    """Remembers the pages of finished prefixes. Works in whole pages; tokens int32."""
+
+    def match(self, tokens: NDArray[np.int32], salt: str) -> PrefixMatch:
+        """Longest cached prefix of ``tokens`` (whole pages) under ``salt``."""
+        ...
+
+    def insert(self, tokens: NDArray[np.int32], pages: NDArray[np.int32], salt: str) -> NDArray[np.int32]:
+        """Take ownership of ``pages`` (covering ``tokens``, whole pages). Returns the pages it did not need, to free."""
+        ...
+
+    def lock(self, match: PrefixMatch, delta: int) -> None:
+        """Pin (+1) or unpin (-1) a match against eviction."""
+        ...
+
+    def evict(self, pages: int) -> NDArray[np.int32]:
+        """Give up at least ``pages`` pages if possible, least recently used leaves first. Returns them."""
+        ...
+
+    def size(self) -> tuple[int, int]:
+        """(pages held, pages evictable)."""
+        ...
+
+    def check_integrity(self) -> None:
+        """AssertionError with what is wrong."""
+        ...
+
+
+@dataclass(eq=False)
+class PrefixMatch:
+    """``length`` tokens found in ``pages``; ``handle`` is the cache's own."""
+
+    length: int
+    pages: NDArray[np.int32]
+    handle: object = None
+
+
+class SchedulingPolicy(Protocol):
+    """Pure choices; no state of its own."""
+
+    def order(self, waiting: Seq[Sequence], cached: Mapping[int, int]) -> list[Sequence]:
+        """Waiting sequences in the order they should be admitted. ``cached``: id -> prefix-cache tokens."""
+        ...
+
+    def victim(self, running: Seq[Sequence]) -> Sequence:
+        """Which running sequence loses its pages when none are free."""
+        ...
+
+
+class Scheduler(Protocol):
+    """Host only; deterministic: every rank runs the same one on the same messages."""
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue it. QueueFull or RequestError when it may not enter."""
+        ...
+
+    def abort(self, message: Abort) -> StepOutput | None:
+        """End sequences now, freeing their pages; None when all ids were unknown."""
+        ...
+
+    def next_batch(self) -> Batch | None:
+        """The next step, or None when there is nothing to do."""
+        ...
+
+    def commit(self, batch: Batch, result: StepResult) -> StepOutput:
+        """Take in a step's tokens: append, finish, free. Stale rows are dropped."""
+        ...
+
+    def load(self) -> Stats: ...
+
+    def flush(self) -> bool:
+        """Drop the prefix cache; False when sequences are running."""
+        ...
+
+
+# ---- graphs, weights, models, outputs, executors, ops -------------------------------------------------------------
+
+
+class GraphRunner(Protocol):
+    def shapes(self, plan: EnginePlan) -> list[tuple[Mode, int, int]]:
+        """(mode, padded batch, width) to capture."""
+        ...
+
+    def capture(self, runner: Any) -> None: ...
+
+    def slot_for(self, batch: Batch) -> object | None:
+        """The captured slot that can replay ``batch``, or None for an eager step."""
+        ...
+
+    def run(self, slot: object, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Replay; returns (hidden, logits)."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class WeightSource(Protocol):
+    def open(self, facts: ModelFacts) -> None:
+        """Preflight: every file complete, every header consistent. WeightError naming file and tensor."""
+        ...
+
+    def entries(self) -> Mapping[str, TensorFact]:
+        """Every tensor it holds. Empty for a synthetic source, which makes whatever is asked."""
+        ...
+
+    def read(self, target: WeightTarget) -> Tensor:
+        """The target's slice of its tensor, on the CPU, in the checkpoint's dtype."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Model(Protocol):
+    def forward(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
+        """int64 [T], int64 [T] -> final hidden states [T, hidden] (normed)."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, hidden] -> float32 [N, V]."""
+        ...
+
+    def targets(self) -> Iterator[WeightTarget]: ...
+
+    def finalize(self) -> None: ...
+
+    def ignored(self, name: str) -> bool:
+        """May this checkpoint tensor be left unread (a NextN layer that is not used, rotary tables)?"""
+        ...
+
+
+class ModelFamily(Protocol):
+    def build(self, context: BuildContext) -> Model:
+        """The model with empty weights. No collective, no file access."""
+        ...
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Parsed output: ``kind`` is "content", "reasoning" or "tool_call"; ``data`` holds a tool call's fields."""
+
+    kind: str
+    text: str
+    data: Mapping[str, Any] | None = None
+
+
+class OutputParser(Protocol):
+    """Splits one generated text. One object a sequence, made by ``OutputParserFactory.start``."""
+
+    def feed(self, text: str) -> list[Piece]: ...
+
+    def finish(self) -> list[Piece]: ...
+
+
+class OutputParserFactory(Protocol):
+    def start(self, prompt_tail: str, thinking: bool | None = None) -> OutputParser:
+        """``prompt_tail``: the last characters of the rendered prompt (it may already hold the opening tag)."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs the ranks. The only object the front talks to; messages are bytes (see ``core/messages.py``)."""
+
+    def start(self, plan: EnginePlan) -> None:
+        """Spawn, load, warm up; returns when every rank is ready. EngineDead with rank, phase and reason otherwise."""
+        ...
+
+    def submit(self, data: bytes) -> None: ...
+
+    def outputs(self, timeout: float | None) -> bytes | None:
+        """Next frame from the engine, or None after ``timeout`` seconds. EngineDead when a rank has failed."""
+        ...
+
+    def stop(self) -> None:
+        """End every rank. Idempotent."""
+        ...
+
+
+class Ops(Protocol):
+    """Small kernels bound on layers at build. References stand in ``kernels/``; all pure but where said.
+
+    Entries: rms_norm(x, weight, eps) -> y; add_rms_norm(x, residual, weight, eps) -> (y, residual + x);
+    silu_and_mul(x [T, 2I]) -> [T, I]; rope(q, k, positions, cos_sin, interleaved) -> (q, k);
+    topk_softmax(...), topk_sigmoid(...): the gates, see ``kernels/routing.py``.
+    """
+
+    rms_norm: Any
+    add_rms_norm: Any
+    silu_and_mul: Any
+    rope: Any
+    topk_softmax: Any
+    topk_sigmoid: Any

@@ -1,0 +1,5 @@
+"""``python -m glowplug`` is the ``glowplug`` command."""
+from glowplug.entrypoints.cli import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())
