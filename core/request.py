@@ -113,6 +113,7 @@ class Sequence:
         cached_tokens: prompt tokens found in the prefix cache at first admission.
         preemptions: how often its pages were taken back.
         stop_ids: token ids that end it (eos unless ignored, and ``stop_token_ids``).
+        timeout, queue_timeout: seconds from arrival after which it ends (0: never); the latter only while queued.
     """
 
     id: int
@@ -122,6 +123,8 @@ class Sequence:
     salt: str = ""
     arrival: float = 0.0
     stop_ids: frozenset[int] = frozenset()
+    timeout: float = 0.0
+    queue_timeout: float = 0.0
     output: list[int] = field(default_factory=list)
     row: int = -1
     cached_tokens: int = 0

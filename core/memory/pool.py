@@ -1,0 +1,39 @@
+"""The KV pool: one tensor for each layer and entry, shaped by the attention backend's layout."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from glowplug.core.memory.layout import KVLayout
+
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+}
+
+
+class KVPool:
+    """Zero-filled cache tensors ``[num_pages * page_size, *entry.shape]``. Page 0 is scratch: padding writes there.
+
+    NOTE: zero-filled because an uninitialised cache can hold NaN, and 0 * NaN in a masked product is still NaN.
+    """
+
+    def __init__(self, layout: KVLayout, num_pages: int, device: str) -> None:
+        self.layout = layout
+        self.num_pages = num_pages
+        tokens = num_pages * layout.page_size
+        self.layers: tuple[Mapping[str, torch.Tensor], ...] = tuple(
+            {
+                entry.name: torch.zeros((tokens, *entry.shape), dtype=TORCH_DTYPES[entry.dtype], device=device)
+                for entry in layout.entries
+            }
+            for _ in range(layout.layers)
+        )
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for layer in self.layers for t in layer.values())

@@ -1,0 +1,157 @@
+"""The model runner: turns a scheduled batch into tensors, runs the model, and brings the result back.
+
+``launch`` only enqueues device work and returns an :class:`InFlight`; the host waits in ``InFlight.wait``, one step
+later when steps overlap. Nothing here knows which model, backend or algorithm it drives.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from glowplug.core.batch import Accepted, Batch, PromptLogprobs, StepResult
+from glowplug.core.protocols import AttentionBackend, GraphRunner, Model, Sampler, SpeculativeAlgorithm
+from glowplug.core.rows import SequenceTable
+
+
+@dataclass(eq=False)
+class InFlight:
+    """A launched step. ``wait`` blocks until its results are on the host; call it once."""
+
+    batch: Batch
+    accepted: Accepted
+    prompt_logprobs: list[PromptLogprobs]
+    event: torch.cuda.Event | None
+
+    def wait(self) -> StepResult:
+        if self.event is not None:
+            self.event.synchronize()
+        got = self.accepted
+        logprobs = None
+        if got.logprobs is not None:
+            logprobs = (got.logprobs.token.numpy(), got.logprobs.top_ids.numpy(), got.logprobs.top.numpy())
+        return StepResult(got.tokens.numpy(), got.counts.numpy(), got.bad.numpy(), logprobs, self.prompt_logprobs)
+
+
+class Runner:
+    """Executes batches on one rank. Owns no request state; reads the sequence table."""
+
+    def __init__(self, *, model: Model, attention: AttentionBackend, speculative: SpeculativeAlgorithm, sampler: Sampler,
+                 graphs: GraphRunner, table: SequenceTable, device: str) -> None:
+        self.model, self.attention, self.speculative = model, attention, speculative
+        self.sampler, self.graphs, self.table = sampler, graphs, table
+        self.device = torch.device(device)
+
+    def launch(self, batch: Batch) -> InFlight:
+        """Enqueue ``batch``. The batch is complete afterwards and read-only."""
+        with torch.inference_mode():
+            self._join(batch)
+            self._complete(batch)
+            slot = self.graphs.slot_for(batch)
+            self.sampler.plan_step(batch)
+            self.attention.plan_step(batch, slot)
+            if slot is not None:
+                hidden, logits = self.graphs.run(slot, batch)
+            else:
+                hidden = self.model.forward(batch.input_ids, batch.positions, batch)
+                logits = self.model.logits(hidden if batch.logits_index is None else hidden[batch.logits_index])
+            accepted = self.speculative.accept(logits, hidden, batch, self.sampler)
+            scored = self._prompt_logprobs(batch, hidden) if batch.prompt_logprobs is not None else []
+            return self._to_host(batch, accepted, scored)
+
+    def _join(self, batch: Batch) -> None:
+        for row in batch.left:
+            self.sampler.leave(row)
+        for sequence in batch.joined:
+            if sequence.row >= 0:
+                self.sampler.join(sequence.row, sequence.params, sequence.all_tokens(), len(sequence.prompt),
+                                  sequence.stop_ids)
+
+    def _complete(self, batch: Batch) -> None:
+        """Fill the device fields from one packed host buffer."""
+        rows, queries = batch.num_rows, batch.query_lens
+        page_size = self.table.page_size
+        starts = np.zeros(rows + 1, np.int32)
+        np.cumsum(queries, out=starts[1:])
+        if batch.decode_tokens == rows:  # one token a row: no flattening to do
+            token_row = np.arange(rows, dtype=np.int32)
+            positions = batch.kv_lens - 1
+        else:
+            token_row = np.repeat(np.arange(rows, dtype=np.int32), queries)
+            positions = np.arange(len(token_row), dtype=np.int32) - starts[token_row]
+            positions += (batch.kv_lens - queries)[token_row]
+        slots = batch.pages[token_row, positions // page_size] * page_size + positions % page_size
+        wanted = self._logits_index(batch, starts)
+        parts = [positions, slots, batch.rows, batch.kv_lens, starts, batch.prompt_ids, batch.pages.ravel()]
+        if wanted is not None:
+            parts.append(wanted)
+        packed = torch.from_numpy(np.concatenate(parts, dtype=np.int32, casting="unsafe"))
+        if self.device.type == "cuda":
+            packed = packed.pin_memory().to(self.device, non_blocking=True)
+        views = torch.split(packed, [len(part) for part in parts])
+        batch.positions, batch.slots, batch.row_ids = views[0].long(), views[1].long(), views[2].long()
+        batch.kv_lens_device, batch.query_starts = views[3], views[4]
+        batch.page_table = views[6].view(rows, -1)
+        batch.logits_index = views[7].long() if wanted is not None else None
+        batch.input_ids = self._input_ids(batch, views[5])
+
+    def _logits_index(self, batch: Batch, starts: NDArray[np.int32]) -> NDArray[np.int32] | None:
+        """Flattened positions whose logits are wanted; None when that is all of them."""
+        decoding = batch.decode_tokens
+        if batch.num_decodes == batch.num_rows:
+            return None
+        sampling = np.nonzero(batch.samples[batch.num_decodes :])[0] + batch.num_decodes
+        return np.concatenate([np.arange(decoding, dtype=np.int32), starts[sampling + 1] - 1])
+
+    def _input_ids(self, batch: Batch, prompt_ids: torch.Tensor) -> torch.Tensor:
+        if not batch.num_decodes:
+            return prompt_ids.long()
+        drafted = self.speculative.draft(batch).flatten()
+        return torch.cat([drafted, prompt_ids.long()]) if len(prompt_ids) else drafted
+
+    def _prompt_logprobs(self, batch: Batch, hidden: torch.Tensor) -> list[PromptLogprobs]:
+        """Score the prompt tokens that follow each position of the chunks that asked for it."""
+        assert batch.prompt_logprobs is not None
+        found = []
+        starts = np.concatenate([[0], np.cumsum(batch.query_lens)])
+        for i in np.nonzero(batch.prompt_logprobs)[0]:
+            row = int(batch.rows[i])
+            sequence = self.table.sequences[row]
+            if sequence is None:
+                continue
+            first = int(batch.kv_lens[i] - batch.query_lens[i])
+            last = min(int(batch.kv_lens[i]), len(sequence.prompt) - 1)
+            if last > first:
+                chunk = hidden[int(starts[i]) : int(starts[i]) + last - first]
+                found.append(self._score(chunk, sequence.prompt[first + 1 : last + 1], row, first + 1,
+                                         sequence.params.prompt_logprobs or 0))
+        return found
+
+    def _score(self, hidden: torch.Tensor, targets: NDArray[np.int32], row: int, start: int, k: int) -> PromptLogprobs:
+        """In pieces of 256 positions, so that no [prompt, vocabulary] tensor is ever made."""
+        ids = torch.from_numpy(targets.astype(np.int64)).to(self.device)
+        pieces = []
+        for at in range(0, len(ids), 256):
+            scores = torch.log_softmax(self.model.logits(hidden[at : at + 256]), dim=-1)
+            top = scores.topk(k, dim=-1)
+            pieces.append((scores.gather(1, ids[at : at + 256, None])[:, 0], top.indices, top.values))
+        token, top_ids, values = (torch.cat(column).cpu().numpy() for column in zip(*pieces, strict=True))
+        return PromptLogprobs(row, start, token, top_ids, values)
+
+    def _to_host(self, batch: Batch, accepted: Accepted, scored: list[PromptLogprobs]) -> InFlight:
+        if self.device.type != "cuda":
+            return InFlight(batch, accepted, scored, None)
+        event = torch.cuda.Event()
+        moved = Accepted(*(self._pinned(t) for t in (accepted.tokens, accepted.counts, accepted.bad)))
+        if accepted.logprobs is not None:
+            lp = accepted.logprobs
+            moved.logprobs = type(lp)(self._pinned(lp.token), self._pinned(lp.top_ids), self._pinned(lp.top))
+        event.record()
+        return InFlight(batch, moved, scored, event)
+
+    @staticmethod
+    def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)

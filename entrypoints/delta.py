@@ -1,0 +1,34 @@
+"""What the front hands out for one sequence: the next piece of text, its tokens, and how it ended."""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from glowplug.core.messages import Logprobs
+
+
+@dataclass(slots=True)
+class Delta:
+    """One step's news of one sequence. The last one carries ``finish_reason``.
+
+    Attributes:
+        text: new text, stop strings already cut, incomplete UTF-8 held back.
+        token_ids: tokens committed since the last delta (they may run ahead of ``text``).
+        logprobs: for ``token_ids``, when asked for.
+        prompt_logprobs: for prompt tokens 1.., on the first delta, when asked for.
+        finish_reason: stop, length, abort, timeout, error; None while it goes on.
+        stop_reason: the stop string or token id that ended it.
+        error, error_code: set when ``finish_reason`` is "error".
+        cached_tokens, prompt_tokens, output_tokens: counts so far.
+    """
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    error_code: str | None = None
+    cached_tokens: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0

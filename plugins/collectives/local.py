@@ -1,0 +1,24 @@
+"""Collectives of one rank: the identity."""
+from __future__ import annotations
+
+from typing import Literal
+
+from glowplug.core.component import Component
+from glowplug.core.hookspecs import hookimpl
+from glowplug.core.offers import CollectiveOffers
+from glowplug.core.options import CollectivesOptions
+
+
+class LocalOptions(CollectivesOptions):
+    use: Literal["local"] = "local"
+
+
+@hookimpl
+def register_collectives() -> list[Component]:
+    return [Component(
+        name="local",
+        options=LocalOptions,
+        factory="glowplug.plugins.collectives.local_runtime:Local",
+        offers=CollectiveOffers(ranks=False),
+        summary="one rank, nothing to exchange",
+    )]

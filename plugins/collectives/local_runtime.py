@@ -1,0 +1,39 @@
+"""Every collective of a single rank returns its input."""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import Worker
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from glowplug.plugins.collectives.local import LocalOptions
+
+
+class Local:
+    """``Collectives`` for one rank."""
+
+    def __init__(self, options: LocalOptions, plan: EnginePlan, worker: Worker) -> None:
+        del options, plan
+        assert worker.ranks == 1, "local collectives span one rank"
+
+    def all_reduce(self, x: Tensor, axis: str) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor, axis: str, dim: int = 0) -> Tensor:
+        return x
+
+    def reduce_scatter(self, x: Tensor, axis: str) -> Tensor:
+        return x
+
+    def all_to_all(self, x: Tensor, axis: str) -> Tensor:
+        return x
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        assert data is not None
+        return data
+
+    def close(self) -> None:
+        return None

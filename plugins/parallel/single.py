@@ -1,0 +1,27 @@
+"""No parallelism: one rank holds everything."""
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from glowplug.core.component import Component
+from glowplug.core.hookspecs import hookimpl
+from glowplug.core.offers import ParallelOffers
+from glowplug.core.options import ParallelOptions
+
+
+class SingleOptions(ParallelOptions):
+    use: Literal["single"] = "single"
+    size: int = Field(1, ge=1, le=1, description="always one rank")
+
+
+@hookimpl
+def register_parallel_strategies() -> list[Component]:
+    return [Component(
+        name="single",
+        options=SingleOptions,
+        factory="glowplug.plugins.parallel.single_runtime:Single",
+        offers=ParallelOffers(),
+        summary="one rank, no sharding",
+    )]

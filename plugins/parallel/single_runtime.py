@@ -1,0 +1,39 @@
+"""The identity strategy: every shard is the whole, every exchange is nothing."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from glowplug.core.batch import Batch, StepShape
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import ExpertExchange, Shard, Worker
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from glowplug.plugins.parallel.single import SingleOptions
+
+
+class Single:
+    """``ParallelStrategy`` for one rank."""
+
+    def __init__(self, options: SingleOptions, plan: EnginePlan, worker: Worker) -> None:
+        del options, plan, worker
+
+    def axes(self) -> Mapping[str, int]:
+        return {}
+
+    def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard:
+        return Shard(start=0, size=full, full=full)
+
+    def agree(self, local: StepShape) -> StepShape:
+        return local
+
+    def enter_attention(self, x: Tensor, batch: Batch) -> Tensor:
+        return x
+
+    def leave_attention(self, x: Tensor, batch: Batch) -> Tensor:
+        return x
+
+    def expert_exchange(self) -> ExpertExchange | None:
+        return None
