@@ -1,0 +1,134 @@
+"""The house rules that a machine can check."""
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import typing
+
+from glowplug.core import hookspecs, offers, options, protocols
+from glowplug.core.component import Options
+from glowplug.core.slots import BY_NAME, SLOTS
+from source_tree import ROOT, dotted, name_of, sources, tree
+
+#: debug switches and standard variables that may be read, with the file that reads them
+ENVIRONMENT_READERS: set[str] = set()
+IDENTITY = {"name", "use", "algorithm"}
+
+
+def components() -> list[tuple[str, object]]:
+    """(slot, component) of every built-in, registered as the engine registers them."""
+    from glowplug.core.plugins import DEFAULT_PLUGINS
+
+    found = []
+    for module_name in DEFAULT_PLUGINS:
+        module = importlib.import_module(module_name)
+        for slot in SLOTS:
+            hook = getattr(module, slot.hook, None)
+            if hook is not None:
+                found += [(slot.name, component) for component in hook()]
+    return found
+
+
+def test_nothing_asks_who_a_component_is() -> None:
+    """Rule 2: ask what it offers. A comparison of ``x.name`` or ``x.use`` with a component's name is a special case."""
+    names = {component.name for slot, component in components() if slot != "model"} - {"none", "auto"}  # type: ignore[attr-defined]
+    asked = []
+    for path in sources():
+        if path.relative_to(ROOT).parts[0] not in {"core", "entrypoints", "models"}:
+            continue
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Compare):
+                sides = [node.left, *node.comparators]
+                identity = any(isinstance(side, ast.Attribute) and side.attr in IDENTITY for side in sides)
+                constants = {c.value for side in sides for c in ast.walk(side) if isinstance(c, ast.Constant)}
+                if identity and constants & names:
+                    asked.append(f"{name_of(path)}:{node.lineno}: {ast.unparse(node)}")
+    assert asked == []
+
+
+def test_protocols_have_at_most_six_methods() -> None:
+    for slot in SLOTS:
+        protocol = getattr(protocols, slot.protocol)
+        methods = [name for name, value in vars(protocol).items() if inspect.isfunction(value) and name[0] != "_"]
+        assert len(methods) <= 6, (slot.protocol, methods)
+
+
+def test_each_slot_has_a_hook_an_offers_class_and_a_protocol() -> None:
+    hooks = {name for name in vars(hookspecs) if name.startswith("register_")}
+    assert hooks == {slot.hook for slot in SLOTS}
+    for slot in SLOTS:
+        assert issubclass(getattr(offers, slot.offers), offers.Offers), slot.name
+        assert inspect.isclass(getattr(protocols, slot.protocol)), slot.name
+
+
+def test_every_slot_is_filled_by_a_built_in() -> None:
+    assert {slot for slot, _ in components()} == set(BY_NAME)
+
+
+def test_components_are_complete() -> None:
+    for slot, component in components():
+        where = f"{slot}.{component.name}"  # type: ignore[attr-defined]
+        assert isinstance(component.offers, getattr(offers, BY_NAME[slot].offers)), where  # type: ignore[attr-defined]
+        assert component.summary, f"{where} has no summary"  # type: ignore[attr-defined]
+        model = component.options  # type: ignore[attr-defined]
+        assert issubclass(model, Options) and model.model_config.get("frozen"), where
+        assert model.model_config.get("extra") == "forbid", where
+        if slot != "model":
+            assert typing.get_args(model.model_fields["use"].annotation) == (component.name,), where  # type: ignore[attr-defined]
+
+
+def test_factories_exist() -> None:
+    for slot, component in components():
+        module, _, name = component.factory.partition(":")  # type: ignore[attr-defined]
+        assert callable(getattr(importlib.import_module(module), name)), (slot, component.factory)  # type: ignore[attr-defined]
+
+
+def test_options_describe_themselves() -> None:
+    """Rule 11: every option has a line in the documentation, which is made of these descriptions."""
+    bare = []
+    for slot, component in components():
+        for name, field in component.options.model_fields.items():  # type: ignore[attr-defined]
+            if name != "use" and not field.description:
+                bare.append(f"{slot}.{component.name}.{name}")  # type: ignore[attr-defined]
+    for section in (options.MemoryOptions, options.ServerOptions, options.LogOptions, options.MetricsOptions):
+        bare += [f"{section.__name__}.{name}" for name, field in section.model_fields.items() if not field.description]
+    assert bare == []
+
+
+def test_configuration_does_not_come_from_the_environment() -> None:
+    """Rule 10: a value that came from nowhere on the command line cannot be explained by the plan."""
+    readers = []
+    for path in sources():
+        for node in ast.walk(tree(path)):
+            name = dotted(node) if isinstance(node, ast.Attribute) else ""
+            if name in {"os.environ", "os.getenv"} and name_of(path) not in ENVIRONMENT_READERS:
+                readers.append(f"{name_of(path)}:{node.lineno}")  # type: ignore[attr-defined]
+    assert readers == []
+
+
+def test_no_global_statement() -> None:
+    found = [f"{name_of(path)}:{node.lineno}" for path in sources() for node in ast.walk(tree(path))
+             if isinstance(node, ast.Global)]
+    assert found == []
+
+
+def test_every_module_and_contract_has_a_docstring() -> None:
+    bare = [name_of(path) for path in sources() if tree(path).body and not ast.get_docstring(tree(path))]
+    assert bare == []
+    undocumented = [name for name, value in vars(hookspecs).items()
+                    if inspect.isfunction(value) and value.__module__ == hookspecs.__name__ and not value.__doc__]
+    assert undocumented == []
+    without = [slot.protocol for slot in SLOTS if not getattr(protocols, slot.protocol).__doc__
+               and not any(getattr(value, "__doc__", None) for value in vars(getattr(protocols, slot.protocol)).values()
+                           if inspect.isfunction(value))]
+    assert without == []
+
+
+def test_nothing_is_printed_from_the_core() -> None:
+    """The core logs; only entry points write to a terminal."""
+    printed = [f"{name_of(path)}:{node.lineno}" for path in sources()
+               if path.relative_to(ROOT).parts[0] in {"core", "plugins", "models", "kernels"}
+               and "training" not in path.parts and "embedded" not in path.parts
+               for node in ast.walk(tree(path)) if isinstance(node, ast.Call) and dotted(node.func) == "print"]
+    assert printed == []
