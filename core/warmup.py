@@ -1,0 +1,40 @@
+"""The self-test before Ready: one prefill and one decode step on the scratch page, of the largest admitted shapes.
+
+It allocates what the first requests would allocate, pays first-use costs, and refuses a model whose logits are not
+finite before any client can see it.
+"""
+from __future__ import annotations
+
+import numpy as np
+
+from glowplug.core.batch import Batch
+from glowplug.core.errors import GlowplugError
+from glowplug.core.offers import Mode
+from glowplug.core.plan import EnginePlan
+from glowplug.core.runner import Runner
+
+WARM_TOKENS = 2048  #: longest warm-up prefill; beyond it the cost is arithmetic, not first use
+
+
+def warm_up(runner: Runner, plan: EnginePlan) -> None:
+    """GlowplugError when a step yields NaN."""
+    length = min(plan.sizes.chunk_size, plan.sizes.context_length - plan.sizes.width, WARM_TOKENS)
+    vocab = plan.facts.model.vocab_size
+    ids = (np.arange(length, dtype=np.int64) * 7919 % vocab).astype(np.int32)
+    steps = (_scratch_batch(plan, Mode.PREFILL, 1, length, ids),
+             _scratch_batch(plan, Mode.DECODE if plan.sizes.width == 1 else Mode.VERIFY,
+                            min(plan.sizes.max_running, 8), plan.sizes.width, ids[:0]))
+    for batch in steps:
+        result = runner.launch(batch).wait()
+        if result.bad.any():
+            raise GlowplugError("self-test: the model's logits are not finite (NaN or all -inf)")
+
+
+def _scratch_batch(plan: EnginePlan, mode: Mode, rows: int, tokens: int, ids: np.ndarray) -> Batch:
+    decodes = 0 if mode is Mode.PREFILL else rows
+    pages = np.zeros((rows, -(-tokens // plan.sizes.page_size)), np.int32)
+    return Batch(
+        step=0, mode=mode, rows=np.arange(rows, dtype=np.int32), epochs=np.zeros(rows, np.int64), num_decodes=decodes,
+        query_lens=np.full(rows, tokens, np.int32), kv_lens=np.full(rows, tokens, np.int32),
+        samples=np.ones(rows, np.bool_), prompt_ids=ids, pages=pages,
+    )

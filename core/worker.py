@@ -1,0 +1,140 @@
+"""Builds one rank from a plan: components, model, weights, KV pool, loop; then warms it up and tests it.
+
+The phases, in order, are what progress reports and failures name: ``build``, ``weights``, ``kv``, ``warmup``, ``ready``.
+"""
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from glowplug.core.build import BuildContext
+from glowplug.core.engine import Engine
+from glowplug.core.errors import GlowplugError
+from glowplug.core.loading import load_model
+from glowplug.core.memory.allocator import PageAllocator
+from glowplug.core.memory.pool import KVPool
+from glowplug.core.plan import Choice, EnginePlan
+from glowplug.core.plugins import PluginSet
+from glowplug.core.protocols import Limits, Worker
+from glowplug.core.rows import SequenceTable
+from glowplug.core.runner import Runner
+from glowplug.core.warmup import warm_up
+
+Report = Callable[[str, int, int], None]  #: phase, done, total
+
+
+class RankBuilder:
+    """Makes the rank's objects in dependency order. One use; ``engine`` is the product."""
+
+    def __init__(self, plan: EnginePlan, worker: Worker, plugins: PluginSet, report: Report) -> None:
+        self.plan, self.worker, self.plugins, self.report = plan, worker, plugins, report
+        self.seconds: dict[str, float] = {}
+
+    def component(self, slot: str) -> Any:
+        return self.plugins.build(self.plan.choice(slot), self.plan, self.worker)
+
+    def build(self) -> Engine:
+        started = time.perf_counter()
+        self.report("build", 0, 1)
+        plan, sizes = self.plan, self.plan.sizes
+        parallel, collectives = self.component("parallel"), self.component("collectives")
+        attention, speculative = self.component("attention"), self.component("speculative")
+        context = BuildContext(
+            facts=plan.facts.model, worker=self.worker, dtype=self.worker.dtype, context=sizes.context_length,
+            scheme=self.component("quantization"), plain=self._plain_scheme(), parallel=parallel,
+            collectives=collectives, attention=attention, ops=self.component("ops"),
+        )
+        model = self.component("model").build(context)
+        self._lap("build", started)
+        self._load(model)
+        table, pool = self._reserve(attention, speculative)
+        sampler = self.component("sampling")
+        limits = self._limits(pool)
+        for part in (attention, speculative, sampler):
+            part.reserve(limits)
+        runner = Runner(model=model, attention=attention, speculative=speculative, sampler=sampler,
+                        graphs=self.component("graphs"), table=table, device=self.worker.device)
+        scheduler = self.component("scheduler")
+        pages = PageAllocator(sizes.num_pages)
+        cache = self.component("cache")
+        scheduler.bind(table, pages, cache, self.component("policy"))
+        self._warm_up(runner)
+        controls = {"info": lambda args: self.info(), "check": lambda args: scheduler.check() or {}}
+        return Engine(scheduler=scheduler, runner=runner, parallel=parallel, collectives=collectives,
+                      overlap=plan.overlap, observers=self._observers(), controls=controls)
+
+    def _plain_scheme(self) -> Any:
+        """The scheme for modules that a checkpoint leaves unquantized: the first that reads plain weights."""
+        for component, _, _ in self.plugins.components("quantization"):
+            if "none" in component.offers.reads and not component.offers.online:
+                choice = Choice("quantization", component.name, component.factory, {"use": component.name})
+                return self.plugins.build(choice, self.plan, self.worker)
+        raise GlowplugError("no registered quantization scheme reads unquantized weights")
+
+    def _load(self, model: Any) -> None:
+        started = time.perf_counter()
+        source = self.component("weights")
+        source.open(self.plan.facts.model)
+        try:
+            load_model(model, source, self.plan.facts.model, lambda done, total: self.report("weights", done, total))
+        finally:
+            source.close()
+        self._lap("weights", started)
+
+    def _reserve(self, attention: Any, speculative: Any) -> tuple[SequenceTable, KVPool]:
+        started = time.perf_counter()
+        self.report("kv", 0, 1)
+        sizes = self.plan.sizes
+        table = SequenceTable(sizes.max_running, sizes.context_length + sizes.width, sizes.page_size)
+        pool = KVPool(attention.kv_layout(), sizes.num_pages, self.worker.device)
+        self.kv_bytes = pool.bytes
+        self._lap("kv", started)
+        return table, pool
+
+    def _limits(self, pool: KVPool) -> Limits:
+        sizes = self.plan.sizes
+        return Limits(rows=sizes.max_running, step_tokens=sizes.max_step_tokens,
+                      context=sizes.context_length + sizes.width, page_size=sizes.page_size,
+                      num_pages=sizes.num_pages, width=sizes.width,
+                      vocab=self.plan.facts.model.vocab_size, kv=pool.layers)
+
+    def _warm_up(self, runner: Runner) -> None:
+        started = time.perf_counter()
+        self.report("warmup", 0, 1)
+        warm_up(runner, self.plan)
+        runner.graphs.capture(runner)
+        self._lap("warmup", started)
+
+    def _observers(self) -> list[Any]:
+        found = self.plugins.hook.step_observers(worker=self.worker, plan=self.plan)
+        return [observer for group in found for observer in group]
+
+    def _lap(self, phase: str, started: float) -> None:
+        self.seconds[phase] = time.perf_counter() - started
+
+    def info(self) -> dict[str, Any]:
+        """What /server_info shows of this rank: start-up seconds by phase, bytes really used."""
+        return {"startup_seconds": self.seconds, "kv_bytes": self.kv_bytes,
+                "max_total_num_tokens": (self.plan.sizes.num_pages - 1) * self.plan.sizes.page_size}
+
+
+def make_worker(plan: EnginePlan, rank: int) -> Worker:
+    device = plan.device if plan.device == "cpu" else f"{plan.device}:{rank}"
+    return Worker(rank=rank, ranks=plan.ranks, device=device, dtype=getattr(torch, plan.dtype))
+
+
+def build_rank(plan: EnginePlan, rank: int, plugins: PluginSet, report: Report) -> Engine:
+    """One rank, ready to serve. Raises what went wrong; the last reported phase says where."""
+    if plugins.fingerprint != plan.fingerprint:
+        raise GlowplugError(f"rank {rank} loaded other plugins than the plan was made with "
+                            f"({plugins.fingerprint} against {plan.fingerprint})")
+    worker = make_worker(plan, rank)
+    torch.manual_seed(plan.seed)
+    builder = RankBuilder(plan, worker, plugins, report)
+    engine = builder.build()
+    plugins.hook.worker_started(worker=worker, plan=plan)
+    report("ready", 1, 1)
+    return engine

@@ -1,0 +1,255 @@
+"""The asyncio face of the engine: one :class:`EngineClient` on the server's event loop.
+
+A pump thread waits on the executor and hands decoded frames to the loop; everything else happens on the loop. Closing
+or cancelling a ``generate`` iterator aborts its sequence, so a dropped client frees its pages at once.
+"""
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from glowplug.core.errors import EngineDead, QueueFull, RequestError
+from glowplug.core.messages import Control, Inbound, Outbound, Reply, Stats, decode_outbound, encode
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import Executor
+from glowplug.core.request import SamplingParams
+from glowplug.core.tokenizer import Tokenizer
+from glowplug.entrypoints.delta import Delta
+from glowplug.entrypoints.front import Front, Stream
+
+__all__ = ["Delta", "EngineClient"]
+
+POLL = 0.25  #: seconds the pump waits for a frame before it looks whether it should end
+HEARTBEAT_LIMIT = 10.0  #: seconds without a frame before the engine counts as unhealthy
+
+
+class _Mailbox:
+    """Deltas of one sequence, one consumer. ``put`` merges nothing and never blocks; ``limit`` bounds it."""
+
+    __slots__ = ("_items", "_waiter")
+
+    def __init__(self) -> None:
+        self._items: deque[Delta | Exception] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, item: Delta | Exception) -> None:
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> Delta:
+        while not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        item = self._items.popleft()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+
+class EngineClient:
+    """Create it on the event loop with a started executor, or call ``start`` with a function that starts one.
+
+    ``state``: starting, ready, draining, dead. Not thread-safe: every coroutine runs on the loop.
+    """
+
+    def __init__(self, plan: EnginePlan, tokenizer: Tokenizer | None, eos_ids: tuple[int, ...]) -> None:
+        self.plan, self.tokenizer = plan, tokenizer
+        self.state = "starting"
+        self.reason = ""  #: why it is dead
+        self._front = Front(plan, tokenizer, eos_ids)
+        self._executor: Executor | None = None
+        self._mail: dict[int, _Mailbox] = {}
+        self._requests: defaultdict[str, list[Stream]] = defaultdict(list)
+        self._replies: dict[int, asyncio.Future[Reply]] = {}
+        self._control_id = 0
+        self._outgoing: list[Inbound] = []
+        self._stopping = threading.Event()
+        self._dead = asyncio.Event()
+        self._pump: threading.Thread | None = None
+
+    # ---- life -------------------------------------------------------------------------------------------------------
+
+    async def start(self, make: Callable[[], Executor]) -> None:
+        """Run ``make`` in a thread (it loads the model), then serve. EngineDead or PlanRefused when it fails."""
+        try:
+            self._executor = await asyncio.to_thread(make)
+        except BaseException as error:
+            self._die(str(error))
+            raise
+        if self._stopping.is_set():
+            self._executor.stop()
+            return
+        self._pump = threading.Thread(target=self._pump_frames, args=(asyncio.get_running_loop(),), daemon=True,
+                                      name="glowplug-pump")
+        self._front.heard = time.monotonic()
+        self.state = "ready"
+        self._pump.start()
+
+    async def drain(self, timeout: float) -> bool:
+        """Take no new work and wait for the running; False when ``timeout`` seconds were not enough."""
+        if self.state == "ready":
+            self.state = "draining"
+        deadline = time.monotonic() + timeout
+        while self._mail and self.state == "draining" and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        return not self._mail
+
+    async def close(self) -> None:
+        """Stop the ranks. What still runs ends with EngineDead."""
+        self._stopping.set()
+        self._die("the server is shutting down")
+        if self._executor is not None:
+            await asyncio.to_thread(self._executor.stop)
+        if self._pump is not None:
+            await asyncio.to_thread(self._pump.join, 5.0)
+
+    async def wait_dead(self) -> str:
+        """Returns the reason once the engine has died."""
+        await self._dead.wait()
+        return self.reason
+
+    def healthy(self) -> bool:
+        """Alive: starting, or heard from within HEARTBEAT_LIMIT seconds."""
+        if self.state == "starting":
+            return True
+        return self.state != "dead" and time.monotonic() - self._front.heard < HEARTBEAT_LIMIT
+
+    def stats(self) -> Stats:
+        """Latest statistics of the engine."""
+        return self._front.stats
+
+    @property
+    def progress(self) -> dict[int, Any]:
+        """Latest start-up progress by rank."""
+        return dict(self._front.progress)
+
+    # ---- requests ---------------------------------------------------------------------------------------------------
+
+    def check_request(self, prompt_ids: list[int], params: SamplingParams) -> None:
+        """RequestError when ``generate`` would refuse it: lets a server answer before it starts a stream."""
+        self._front.check_request(prompt_ids, params)
+
+    async def generate(self, prompt_ids: list[int], params: SamplingParams, *, request_id: str, priority: int = 0,
+                       salt: str = "", timeout: float = 0.0, queue_timeout: float = 0.0) -> AsyncIterator[Delta]:
+        """Deltas of one sequence; the last has ``finish_reason``. RequestError, QueueFull or EngineDead."""
+        if self.state != "ready":
+            raise EngineDead(self.reason or f"the engine is {self.state}")
+        stream, message = self._front.submit(prompt_ids, params, priority=priority, salt=salt, timeout=timeout,
+                                             queue_timeout=queue_timeout)
+        mail = self._mail[stream.id] = _Mailbox()
+        self._requests[request_id].append(stream)
+        self._send(message)
+        try:
+            while not stream.done or mail._items:
+                delta = await mail.get()
+                if delta.finish_reason == "error" and delta.error_code in ("queue_full", "context_length_exceeded",
+                                                                            "kv_too_small", "invalid_request"):
+                    raise _as_exception(delta)
+                yield delta
+        finally:
+            self._forget(request_id, stream)
+
+    def _forget(self, request_id: str, stream: Stream) -> None:
+        self._mail.pop(stream.id, None)
+        group = self._requests[request_id]
+        if stream in group:
+            group.remove(stream)
+        if not group:
+            del self._requests[request_id]
+        abort = self._front.abandon([stream])
+        if abort is not None:
+            self._send(abort)
+
+    async def abort(self, request_id: str) -> None:
+        """End every sequence of the request with reason "abort"; unknown ids are ignored."""
+        self._end(self._requests.get(request_id, []))
+
+    async def abort_all(self) -> None:
+        self._end([stream for group in self._requests.values() for stream in group])
+
+    def _end(self, streams: list[Stream]) -> None:
+        from glowplug.core.messages import Abort
+
+        live = [stream.id for stream in streams if not stream.done]
+        if live:
+            self._send(Abort(live))
+
+    async def control(self, action: str, **args: Any) -> dict[str, Any]:
+        """Ask the engine: flush, info, check, profile_start, profile_stop. RequestError when it refuses."""
+        if self.state not in ("ready", "draining"):
+            raise EngineDead(self.reason or f"the engine is {self.state}")
+        self._control_id += 1
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._replies[self._control_id] = future
+        self._send(Control(self._control_id, action, args))
+        reply = await future
+        if not reply.ok:
+            raise RequestError(reply.error)
+        return reply.data
+
+    # ---- bytes ------------------------------------------------------------------------------------------------------
+
+    def _send(self, message: Inbound) -> None:
+        """Messages of one loop turn travel as one frame."""
+        if not self._outgoing:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outgoing.append(message)
+
+    def _flush(self) -> None:
+        outgoing, self._outgoing = self._outgoing, []
+        if outgoing and self._executor is not None:
+            self._executor.submit(encode(outgoing))
+
+    def _pump_frames(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The pump thread: waits for frames; ends with the engine."""
+        assert self._executor is not None
+        try:
+            while not self._stopping.is_set():
+                frame = self._executor.outputs(POLL)
+                if frame:
+                    loop.call_soon_threadsafe(self._dispatch, decode_outbound(frame))
+        except EngineDead as error:
+            if not self._stopping.is_set():
+                loop.call_soon_threadsafe(self._die, str(error))
+        except RuntimeError:
+            return  # the loop is closed: the server has ended
+
+    def _dispatch(self, messages: list[Outbound]) -> None:
+        received = self._front.receive(messages)
+        for stream, delta in received.deltas:
+            mail = self._mail.get(stream.id)
+            if mail is not None:
+                mail.put(delta)
+        for reply in received.replies:
+            future = self._replies.pop(reply.id, None)
+            if future is not None and not future.done():
+                future.set_result(reply)
+        if self._front.outbox:
+            for message in self._front.outbox:
+                self._send(message)
+            self._front.outbox = []
+
+    def _die(self, reason: str) -> None:
+        """Everyone who waits is told; nothing is silently cut short."""
+        if self.state == "dead":
+            return
+        self.state, self.reason = "dead", reason
+        for mail in self._mail.values():
+            mail.put(EngineDead(reason))
+        for future in self._replies.values():
+            if not future.done():
+                future.set_exception(EngineDead(reason))
+        self._replies.clear()
+        self._dead.set()
+
+
+def _as_exception(delta: Delta) -> RequestError:
+    message = delta.error or "the request was refused"
+    if delta.error_code == "queue_full":
+        return QueueFull(message)
+    return RequestError(message, code=delta.error_code)

@@ -1,0 +1,215 @@
+"""The front's bookkeeping, without any I/O: numbers sequences, checks requests, turns engine output into deltas.
+
+``LLM`` (synchronous) and ``EngineClient`` (asyncio) both drive one :class:`Front`; they differ only in how bytes move.
+"""
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass, field
+
+from glowplug.core.errors import RequestError
+from glowplug.core.messages import (
+    Abort,
+    Finished,
+    Inbound,
+    Logprobs,
+    Outbound,
+    Progress,
+    Reply,
+    Stats,
+    StepOutput,
+    Submit,
+)
+from glowplug.core.output import OutputProcessor
+from glowplug.core.plan import EnginePlan
+from glowplug.core.request import SamplingParams
+from glowplug.core.tokenizer import Tokenizer
+from glowplug.entrypoints.delta import Delta
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """One sequence as the front knows it. ``text`` is None when there is no tokenizer."""
+
+    id: int
+    params: SamplingParams
+    prompt_tokens: int
+    text: OutputProcessor | None
+    arrival: float
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    queued: float = 0.0
+    done: bool = False
+    prompt_logprobs: Logprobs | None = None
+
+
+@dataclass(slots=True)
+class Received:
+    """What one frame brought: news by stream, answers to controls."""
+
+    deltas: list[tuple[Stream, Delta]] = field(default_factory=list)
+    replies: list[Reply] = field(default_factory=list)
+
+
+class Front:
+    """Not thread-safe; its owner calls it from one thread.
+
+    ``outbox`` collects messages the front wants sent (ends of sequences whose stop string matched).
+    """
+
+    def __init__(self, plan: EnginePlan, tokenizer: Tokenizer | None, eos_ids: tuple[int, ...]) -> None:
+        self.plan, self.tokenizer, self.eos_ids = plan, tokenizer, eos_ids
+        self.streams: dict[int, Stream] = {}
+        self.outbox: list[Inbound] = []
+        self.stats = Stats()
+        self.heard = time.monotonic()
+        self.progress: dict[int, Progress] = {}
+        self._next_id = 1
+        self._seeds = random.Random(plan.seed)
+
+    # ---- requests ---------------------------------------------------------------------------------------------------
+
+    def submit(self, prompt: list[int], params: SamplingParams, *, priority: int = 0, salt: str = "",
+               timeout: float = 0.0, queue_timeout: float = 0.0) -> tuple[Stream, Submit]:
+        """A new sequence (``params.n`` is ignored: one call, one sequence). RequestError when it cannot be served."""
+        params = self.check_request(prompt, params)
+        text = OutputProcessor(self.tokenizer, params) if self.tokenizer is not None else None
+        stream = Stream(self._next_id, params, len(prompt), text, time.monotonic())
+        self._next_id += 1
+        self.streams[stream.id] = stream
+        stop_ids = list(params.stop_token_ids) + ([] if params.ignore_eos else list(self.eos_ids))
+        return stream, Submit(stream.id, prompt, params, priority, salt, stop_ids, timeout, queue_timeout)
+
+    def check_request(self, prompt: list[int], params: SamplingParams) -> SamplingParams:
+        """The parameters with ``max_tokens`` and ``seed`` filled in. RequestError when it cannot be served."""
+        self.check_ids(prompt)
+        if self.tokenizer is None and params.stop:
+            raise RequestError("stop strings need a tokenizer, and this engine runs without one", param="stop")
+        return self._filled(params, len(prompt))
+
+    def check_ids(self, prompt: list[int]) -> None:
+        """RequestError for an empty prompt or an id outside the model's vocabulary."""
+        if not prompt:
+            raise RequestError("the prompt is empty", param="prompt")
+        vocab = self.plan.facts.model.vocab_size
+        low, high = min(prompt), max(prompt)
+        if low < 0 or high >= vocab:
+            wrong = low if low < 0 else high
+            raise RequestError(f"token id {wrong} is outside the model's vocabulary of {vocab}", param="prompt",
+                               code="invalid_token_id")
+
+    def _filled(self, params: SamplingParams, prompt: int) -> SamplingParams:
+        context = self.plan.sizes.context_length
+        room = context - prompt
+        if room < 1:
+            raise RequestError(
+                f"this model's context is {context} tokens, but the prompt alone has {prompt}; shorten the prompt",
+                code="context_length_exceeded", param="prompt")
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise RequestError(
+                f"this model's context is {context} tokens, but {prompt + params.max_tokens} were requested "
+                f"({prompt} in the prompt, {params.max_tokens} for the completion)",
+                code="context_length_exceeded", param="max_tokens")
+        self._check_vocabulary(params)
+        return params.replace(n=1, max_tokens=params.max_tokens or room,
+                              seed=self._seeds.getrandbits(63) if params.seed is None else params.seed)
+
+    def _check_vocabulary(self, params: SamplingParams) -> None:
+        vocab = self.plan.facts.model.vocab_size
+        named = (("logit_bias", params.logit_bias or ()), ("allowed_token_ids", params.allowed_token_ids or ()),
+                 ("stop_token_ids", params.stop_token_ids))
+        for name, ids in named:
+            for token in ids:
+                if not 0 <= token < vocab:
+                    raise RequestError(f"{name}: token id {token} is outside the model's vocabulary of {vocab}",
+                                       param=name)
+
+    def abandon(self, streams: list[Stream]) -> Abort | None:
+        """The client is gone: forget these; returns the message that frees them in the engine."""
+        ids = [stream.id for stream in streams if self.streams.pop(stream.id, None) is not None and not stream.done]
+        for stream in streams:
+            stream.done = True
+        return Abort(ids) if ids else None
+
+    # ---- engine output ----------------------------------------------------------------------------------------------
+
+    def receive(self, messages: list[Outbound]) -> Received:
+        self.heard = time.monotonic()
+        received = Received()
+        for message in messages:
+            if isinstance(message, StepOutput):
+                self._step(message, received)
+            elif isinstance(message, Reply):
+                received.replies.append(message)
+            elif isinstance(message, Progress):
+                self.progress[message.rank] = message
+        return received
+
+    def _step(self, output: StepOutput, received: Received) -> None:
+        if output.stats is not None:
+            self.stats = output.stats
+        for admitted in output.admitted:
+            stream = self.streams.get(admitted.id)
+            if stream is not None:
+                stream.queued, stream.cached_tokens = admitted.queued, admitted.cached_tokens
+        for id, scores in output.prompt_logprobs:
+            self._prompt_scores(id, scores)
+        ends = {finished.id: finished for finished in output.finished}
+        logprobs = dict(output.logprobs)
+        at = 0
+        for i, id in enumerate(output.ids):
+            count = output.counts[i] if output.counts else 1
+            tokens = output.tokens[at : at + count]
+            at += count
+            stream = self.streams.get(id)
+            if stream is not None:
+                received.deltas.append((stream, self._delta(stream, tokens, logprobs.get(id), ends.pop(id, None))))
+        for finished in ends.values():
+            stream = self.streams.get(finished.id)
+            if stream is not None:
+                received.deltas.append((stream, self._delta(stream, [], None, finished)))
+
+    def _prompt_scores(self, id: int, scores: Logprobs) -> None:
+        stream = self.streams.get(id)
+        if stream is None:
+            return
+        if stream.prompt_logprobs is None:
+            stream.prompt_logprobs = scores
+        else:
+            known = stream.prompt_logprobs
+            known.token.extend(scores.token)
+            known.top_ids.extend(scores.top_ids)
+            known.top.extend(scores.top)
+
+    def _delta(self, stream: Stream, tokens: list[int], logprobs: Logprobs | None, end: Finished | None) -> Delta:
+        stream.output_tokens += len(tokens)
+        delta = Delta(token_ids=tokens, logprobs=logprobs, prompt_tokens=stream.prompt_tokens,
+                      cached_tokens=stream.cached_tokens, output_tokens=stream.output_tokens)
+        if stream.prompt_logprobs is not None and stream.output_tokens == len(tokens):
+            delta.prompt_logprobs = stream.prompt_logprobs
+        if stream.text is not None:
+            self._text(stream, tokens, delta, end)
+        if end is not None and delta.finish_reason is None:
+            delta.finish_reason, delta.stop_reason = end.reason, end.stop_id
+            delta.error, delta.error_code = end.error, end.error_code
+        if delta.finish_reason is not None:
+            stream.done = True
+            self.streams.pop(stream.id, None)
+        return delta
+
+    def _text(self, stream: Stream, tokens: list[int], delta: Delta, end: Finished | None) -> None:
+        assert stream.text is not None
+        shown = tokens
+        if end is not None and end.stop_id is not None and tokens and tokens[-1] == end.stop_id:
+            shown = tokens[:-1]  # the token that ends a sequence by id is not part of its text
+        got = stream.text.feed(shown)
+        delta.text = got.text
+        if not got.finished and end is not None:
+            tail = stream.text.finish(end.reason)
+            delta.text += tail.text
+            got = tail if tail.finished else got
+        if got.finished and got.stop_reason is not None:
+            delta.finish_reason, delta.stop_reason = "stop", got.stop_reason
+            if end is None:
+                self.outbox.append(Abort([stream.id], "stop"))

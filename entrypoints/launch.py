@@ -1,0 +1,49 @@
+"""From a configuration to a running engine: plan, executor, tokenizer. Shared by the server and the offline class."""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from glowplug.core.errors import Refusal, PlanRefused
+from glowplug.core.plan import EnginePlan
+from glowplug.core.plugins import PluginSet
+from glowplug.core.protocols import Executor, Worker
+from glowplug.core.tokenizer import Tokenizer
+
+
+def start_executor(plan: EnginePlan, plugins: PluginSet) -> Executor:
+    """The plan's executor, started: every rank is ready when this returns."""
+    executor: Executor = plugins.build(plan.choice("executor"), plan, Worker())
+    try:
+        executor.start(plan)
+    except BaseException:
+        executor.stop()
+        raise
+    return executor
+
+
+def open_tokenizer(plan: EnginePlan, plugins: PluginSet) -> Tokenizer | None:
+    """The model's tokenizer, or None when the configuration says ``skip_tokenizer``. PlanRefused when there is none."""
+    if plan.config.get("skip_tokenizer"):
+        return None
+    path = Path(plan.config.get("tokenizer") or plan.facts.model.path)
+    found = plugins.hook.open_tokenizer(path=path, facts=plan.facts.model)
+    if found is None:
+        raise PlanRefused([Refusal(
+            by="tokenizer", field="tokenizer", reason=f"no tokenizer was found at {path.name!r}",
+            fix="put tokenizer.json beside the weights, set tokenizer = FOLDER, or skip_tokenizer = true")])
+    tokenizer: Tokenizer = found
+    if tokenizer.vocab_size > plan.facts.model.vocab_size:
+        # NOTE: ids past the embedding are refused request by request; a larger tokenizer alone is legal (padding ids).
+        pass
+    return tokenizer
+
+
+def eos_ids(plan: EnginePlan, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Token ids that end a sequence: the tokenizer's (generation_config included), else config.json's."""
+    if tokenizer is not None and tokenizer.eos_ids:
+        return tuple(tokenizer.eos_ids)
+    stated: Any = plan.facts.model.config.get("eos_token_id")
+    if stated is None:
+        return ()
+    return tuple(stated) if isinstance(stated, list) else (int(stated),)

@@ -1,0 +1,24 @@
+"""The engine in the caller's own process and thread: the offline default."""
+from __future__ import annotations
+
+from typing import Literal
+
+from glowplug.core.component import Component
+from glowplug.core.hookspecs import hookimpl
+from glowplug.core.offers import ExecutorOffers
+from glowplug.core.options import ExecutorOptions
+
+
+class InlineOptions(ExecutorOptions):
+    use: Literal["inline"] = "inline"
+
+
+@hookimpl
+def register_executors() -> list[Component]:
+    return [Component(
+        name="inline",
+        options=InlineOptions,
+        factory="glowplug.plugins.executors.inline_runtime:InlineExecutor",
+        offers=ExecutorOffers(ranks=False, hosts=False, isolated=False),
+        summary="one rank in the calling process",
+    )]

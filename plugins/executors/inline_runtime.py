@@ -1,0 +1,76 @@
+"""Runs the rank inside ``outputs``: whoever waits for tokens computes them."""
+from __future__ import annotations
+
+import threading
+import traceback
+from collections import deque
+from typing import TYPE_CHECKING
+
+from glowplug.core.errors import EngineDead, GlowplugError
+from glowplug.core.messages import Outbound, Progress, decode_inbound, encode
+from glowplug.core.plan import EnginePlan
+from glowplug.core.plugins import load_plugins_for
+from glowplug.core.protocols import Worker
+
+if TYPE_CHECKING:
+    from glowplug.core.engine import Engine
+    from glowplug.plugins.executors.inline import InlineOptions
+
+
+class InlineExecutor:
+    """``Executor`` of one rank. ``submit`` may be called from another thread than ``outputs``."""
+
+    def __init__(self, options: InlineOptions, plan: EnginePlan, worker: Worker | None) -> None:
+        self.options = options
+        self.phase = "build"
+        self._inbox: deque[bytes] = deque()
+        self._wake = threading.Event()
+        self._engine: Engine | None = None
+        self._progress: list[Outbound] = []
+        self._dead: str | None = None
+
+    def start(self, plan: EnginePlan) -> None:
+        from glowplug.core.worker import build_rank
+
+        try:
+            self._engine = build_rank(plan, 0, load_plugins_for(plan), self._report)
+        except GlowplugError:
+            raise
+        except Exception as error:
+            raise EngineDead(f"rank 0 failed in phase {self.phase}: {type(error).__name__}: {error}") from error
+
+    def _report(self, phase: str, done: int, total: int) -> None:
+        self.phase = phase
+        self._progress.append(Progress(0, phase, done, total))
+
+    def submit(self, data: bytes) -> None:
+        self._inbox.append(data)
+        self._wake.set()
+
+    def outputs(self, timeout: float | None) -> bytes | None:
+        if self._dead is not None:
+            raise EngineDead(self._dead)
+        if self._progress:
+            progress, self._progress = self._progress, []
+            return encode(progress)
+        assert self._engine is not None, "outputs before start"
+        try:
+            return self._turn(self._engine, timeout)
+        except Exception as error:
+            self._dead = f"rank 0 failed in phase step: {type(error).__name__}: {error}"
+            raise EngineDead(self._dead + "\n" + traceback.format_exc(limit=-6)) from error
+
+    def _turn(self, engine: Engine, timeout: float | None) -> bytes | None:
+        if engine.idle and not self._inbox:
+            self._wake.wait(timeout)
+        self._wake.clear()
+        found: list[Outbound] = []
+        while self._inbox:
+            found.extend(engine.receive(decode_inbound(self._inbox.popleft())))
+        found.extend(engine.step())
+        return encode(found) if found else None
+
+    def stop(self) -> None:
+        self._engine = None
+        self._dead = self._dead or "the engine was stopped"
+        self._wake.set()
