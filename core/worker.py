@@ -18,6 +18,7 @@ from glowplug.core.memory.allocator import PageAllocator
 from glowplug.core.memory.pool import KVPool
 from glowplug.core.plan import Choice, EnginePlan
 from glowplug.core.plugins import PluginSet
+from glowplug.core.profiling import Profiler
 from glowplug.core.protocols import Limits, Worker
 from glowplug.core.rows import SequenceTable
 from glowplug.core.runner import Runner
@@ -62,7 +63,9 @@ class RankBuilder:
         cache = self.component("cache")
         scheduler.bind(table, pages, cache, self.component("policy"))
         self._warm_up(runner)
-        controls = {"info": lambda args: self.info(), "check": lambda args: scheduler.check() or {}}
+        profiler = Profiler(self.worker.rank, self.worker.device)
+        controls = {"info": lambda args: self.info(), "check": lambda args: scheduler.check() or {},
+                    "profile_start": profiler.start, "profile_stop": profiler.stop}
         return Engine(scheduler=scheduler, runner=runner, parallel=parallel, collectives=collectives,
                       overlap=plan.overlap, observers=self._observers(), controls=controls)
 
