@@ -57,6 +57,14 @@ class WeightError(GlowplugError):
     """A checkpoint is incomplete, truncated, of the wrong shape, or holds a tensor too many or too few."""
 
 
+class FactsError(GlowplugError):
+    """A model folder or a facts sheet could not be read. ``fix`` says what to do about it."""
+
+    def __init__(self, message: str, fix: str = "") -> None:
+        super().__init__(message)
+        self.fix = fix
+
+
 class RequestError(GlowplugError):
     """A request cannot be served. Costs exactly that request.
 

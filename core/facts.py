@@ -33,6 +33,7 @@ class ModelFacts:
         quant_block: weight block shape or None.
         nextn_layers: number of multi-token-prediction layers it carries.
         tensors: every tensor by name; empty when only config.json was read.
+        chat_template: the tokenizer's chat template, "" when it has none.
         notes: remarks for the plan table.
     """
 
@@ -56,6 +57,7 @@ class ModelFacts:
     quant_block: tuple[int, int] | None = None
     nextn_layers: int = 0
     tensors: dict[str, TensorFact] = field(default_factory=dict)
+    chat_template: str = ""
     notes: tuple[str, ...] = ()
 
 

@@ -37,7 +37,9 @@ class CollectivesOptions(Options):
 
 
 class SpeculativeOptions(Options):
-    pass
+    def width(self) -> int:
+        """Tokens a decoding row computes a step: 1 plus what is drafted. Algorithms that draft override it."""
+        return 1
 
 
 class SchedulerOptions(Options):
@@ -78,6 +80,25 @@ class ExecutorOptions(Options):
 
 class OpsOptions(Options):
     pass
+
+
+#: slot name -> base of its components' options (slots that are not here take plain ``Options``)
+OPTION_BASES: dict[str, type[Options]] = {
+    "attention": AttentionOptions,
+    "quantization": QuantizationOptions,
+    "parallel": ParallelOptions,
+    "collectives": CollectivesOptions,
+    "speculative": SpeculativeOptions,
+    "scheduler": SchedulerOptions,
+    "policy": PolicyOptions,
+    "graphs": GraphOptions,
+    "cache": CacheOptions,
+    "sampling": SamplingOptions,
+    "outputs": OutputOptions,
+    "weights": WeightOptions,
+    "executor": ExecutorOptions,
+    "ops": OpsOptions,
+}
 
 
 class MemoryOptions(Section):

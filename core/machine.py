@@ -1,0 +1,134 @@
+"""Facts of the machine and of installed packages, and ready fact sheets. Imports no torch and no CUDA library."""
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from glowplug.core.errors import FactsError
+from glowplug.core.facts import DeviceFacts, HardwareFacts, SoftwareFacts
+
+SHEETS = Path(__file__).absolute().parent / "sheets"
+QUERY = ["--query-gpu=index,uuid,name,memory.total,compute_cap", "--format=csv,noheader,nounits"]
+
+#: memory bandwidth by a part of the card's name, bytes a second (vendor's figures)
+BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "H800": 3.35e12, "H20": 4.0e12, "A100": 2.0e12, "L40": 8.64e11}
+
+
+@functools.cache
+def this_machine() -> HardwareFacts:
+    """Processors, memory and NVIDIA devices that this process may use. Read once a process."""
+    devices = cuda_devices()
+    return HardwareFacts(hosts=1, devices=devices, cpu_cores=_cores(), cpu_memory=_memory(),
+                         interconnect="", name="this machine")
+
+
+def _cores() -> int:
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _words("/sys/fs/cgroup/cpu.max")
+    if len(quota) == 2 and quota[0].isdigit() and quota[1].isdigit():
+        return max(1, min(affinity, -(-int(quota[0]) // int(quota[1]))))
+    return max(1, affinity)
+
+
+def _memory() -> int:
+    """Bytes of memory this process may use: the machine's, or its control group's limit."""
+    limits = []
+    for line in _text("/proc/meminfo").splitlines():
+        if line.startswith("MemTotal:"):
+            limits.append(int(line.split()[1]) * 1024)
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        value = _text(name).strip()
+        if value.isdigit():
+            limits.append(int(value))
+    if not limits and hasattr(os, "sysconf"):
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return min(limits, default=8 << 30)
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+
+
+def _words(path: str) -> list[str]:
+    return _text(path).split()
+
+
+def cuda_devices() -> tuple[DeviceFacts, ...]:
+    """NVIDIA devices by nvidia-smi, in CUDA's order; () when the driver is not there. Honours CUDA_VISIBLE_DEVICES."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None or not Path("/proc/driver/nvidia/version").exists():
+        return ()
+    try:
+        done = subprocess.run([tool, *QUERY], capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    if done.returncode != 0:
+        return ()
+    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.count(",") == 4]
+    return tuple(_device(row) for row in _visible(rows, os.environ.get("CUDA_VISIBLE_DEVICES")))
+
+
+def _visible(rows: list[list[str]], visible: str | None) -> list[list[str]]:
+    """Rows (index, uuid, ...) in the order CUDA_VISIBLE_DEVICES names them; it stops at the first unknown name."""
+    if visible is None:
+        return rows
+    chosen = []
+    for wanted in filter(None, (part.strip() for part in visible.split(","))):
+        match = [row for row in rows if wanted == row[0] or row[1].startswith(wanted)]
+        if not match:
+            break
+        chosen.append(match[0])
+    return chosen
+
+
+def _device(row: list[str]) -> DeviceFacts:
+    name, memory, compute = row[2], row[3], row[4]
+    bandwidth = next((value for part, value in BANDWIDTH.items() if part in name), 0.0)
+    digits = compute.replace(".", "")
+    return DeviceFacts(name=name, memory=int(float(memory)) << 20 if memory[:1].isdigit() else 0,
+                       compute=int(digits) if digits.isdigit() else 0, bandwidth=bandwidth)
+
+
+@functools.cache
+def installed(name: str) -> str:
+    """Version of an installed distribution, "" when it is not there."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def software(names: Iterable[str]) -> SoftwareFacts:
+    """Versions of the named distributions (those installed) and of Python."""
+    found = {name: version for name in sorted(set(names)) if (version := installed(name))}
+    return SoftwareFacts(python=platform.python_version(), packages=found)
+
+
+def sheet_names() -> list[str]:
+    return sorted(path.stem for path in SHEETS.glob("*.json"))
+
+
+def read_sheet(name: str) -> HardwareFacts:
+    """Hardware facts from a ready sheet ("8xh200") or a JSON file. FactsError saying what is wrong with it."""
+    path = SHEETS / f"{name}.json"
+    if not path.is_file():
+        path = Path(name).expanduser()
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=HardwareFacts)
+    except OSError as error:
+        raise FactsError(f"facts sheet {name!r} could not be read: {error.strerror}",
+                         f"write a file, or one of {', '.join(sheet_names())}") from None
+    except msgspec.DecodeError as error:
+        raise FactsError(f"facts sheet {path} is not valid: {error}",
+                         "write the fields of HardwareFacts; core/sheets holds examples") from None

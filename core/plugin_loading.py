@@ -1,0 +1,194 @@
+"""Loading one plugin: import, register, read its components; under a time limit, undone on any failure.
+
+Plan zone: no torch. Every failure is a :class:`PluginLoadError` that names the plugin, its distribution and version.
+"""
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple, TypeVar, get_args
+
+import pluggy
+
+from glowplug.core import offers as offers_module
+from glowplug.core.component import Component, Options
+from glowplug.core.errors import PluginLoadError
+from glowplug.core.options import OPTION_BASES
+from glowplug.core.slots import SLOTS, Slot
+
+T = TypeVar("T")
+BUILT_IN = "built in"
+
+
+@dataclass(frozen=True)
+class PluginSource:
+    """Where a plugin comes from, before it is imported.
+
+    Attributes:
+        name: entry-point name, or dotted module for built-ins and ``--plugin``.
+        target: what to import: ``"package.module"`` or ``"package.module:attribute"``.
+        distribution, version: who ships it.
+        loaded: the plugin object itself when there is nothing to import (tests).
+    """
+
+    name: str
+    target: str
+    distribution: str = BUILT_IN
+    version: str = ""
+    loaded: object | None = None
+
+    @property
+    def label(self) -> str:
+        return f"{self.name!r} ({self.origin})"
+
+    @property
+    def origin(self) -> str:
+        return f"{self.distribution} {self.version}".rstrip()
+
+
+class Registration(NamedTuple):
+    """A component and the distribution that registered it."""
+
+    component: Component
+    distribution: str
+    version: str
+
+
+def within(seconds: float, what: str, work: Callable[[], T]) -> T:
+    """The result of ``work()``, run in a thread. PluginLoadError with its stack when it takes longer than ``seconds``.
+
+    NOTE: a hanging import cannot be interrupted; its daemon thread is left behind, and the caller is expected to end.
+    """
+    result: list[T] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            result.append(work())
+        except BaseException as error:  # NOTE: also SystemExit: a plugin that exits on import must not end us silently
+            failure.append(error)
+
+    thread = threading.Thread(target=run, name=f"load {what}", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        frame = sys._current_frames().get(thread.ident or 0)
+        stack = "".join(traceback.format_stack(frame)[-4:]) if frame is not None else ""
+        raise PluginLoadError(f"plugin {what} did not finish loading within {seconds:g} s; it hangs at\n{stack}")
+    if failure:
+        raise failure[0]
+    return result[0]
+
+
+def load(manager: pluggy.PluginManager, source: PluginSource, timeout: float) -> dict[str, list[Component]]:
+    """Import and register one plugin; its components by slot name. On any failure nothing stays registered."""
+    try:
+        plugin = within(timeout, source.label, lambda: _import(source))
+        if manager.get_name(plugin) is not None:
+            return {}  # the same module under a second name
+        manager.register(plugin, name=source.name)
+        _refuse_unknown_hooks(manager, plugin, source)
+        return within(timeout, source.label, lambda: _components(manager, plugin, source))
+    except PluginLoadError:
+        _undo(manager, source)
+        raise
+    except BaseException as error:
+        _undo(manager, source)
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise PluginLoadError(f"plugin {source.label} could not be loaded: {_tail(error)}") from error
+
+
+def _import(source: PluginSource) -> object:
+    if source.loaded is not None:
+        return source.loaded
+    module, _, attribute = source.target.partition(":")
+    found: object = importlib.import_module(module)
+    for part in filter(None, attribute.split(".")):
+        found = getattr(found, part)
+    if isinstance(found, type):
+        found = found()
+    return found
+
+
+def _undo(manager: pluggy.PluginManager, source: PluginSource) -> None:
+    """NOTE: pluggy leaves a plugin whose registration failed in its tables."""
+    plugin = manager.get_plugin(source.name)
+    if plugin is not None:
+        manager.unregister(plugin)
+
+
+def _tail(error: BaseException) -> str:
+    """``Type: message (file:line)`` of the innermost frame."""
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{text} ({frames[-1].filename}:{frames[-1].lineno})" if frames else text
+
+
+def _refuse_unknown_hooks(manager: pluggy.PluginManager, plugin: object, source: PluginSource) -> None:
+    known = [name for name in vars(manager.hook) if not name.startswith("_")]
+    for caller in manager.get_hookcallers(plugin) or []:
+        if not caller.has_spec():
+            close = difflib.get_close_matches(caller.name, [n for n in known if n != caller.name], 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise PluginLoadError(f"plugin {source.label} implements {caller.name!r}, which is not a hook{hint}")
+
+
+def _components(manager: pluggy.PluginManager, plugin: object, source: PluginSource) -> dict[str, list[Component]]:
+    found: dict[str, list[Component]] = {}
+    for slot in SLOTS:
+        caller = getattr(manager.hook, slot.hook)
+        for impl in caller.get_hookimpls():
+            if impl.plugin is plugin:
+                made = impl.function()
+                if not isinstance(made, list):
+                    raise PluginLoadError(f"plugin {source.label}: {slot.hook} returned {type(made).__name__}, "
+                                          "expected a list of Component")
+                for component in made:
+                    _check_component(component, slot, source)
+                found.setdefault(slot.name, []).extend(made)
+    return found
+
+
+def _check_component(component: Any, slot: Slot, source: PluginSource) -> None:
+    """The shape the resolver relies on; PluginLoadError says what to write instead."""
+    def bad(reason: str) -> PluginLoadError:
+        return PluginLoadError(f"plugin {source.label}: {slot.hook}: {reason}")
+
+    if not isinstance(component, Component):
+        raise bad(f"{component!r} is not a Component")
+    offers = getattr(offers_module, slot.offers)
+    if not isinstance(component.offers, offers):
+        raise bad(f"{component.name!r} has offers of type {type(component.offers).__name__}, expected {slot.offers}")
+    base = OPTION_BASES.get(slot.name, Options)
+    if not (isinstance(component.options, type) and issubclass(component.options, base)):
+        raise bad(f"the options of {component.name!r} must be a subclass of {base.__name__}")
+    if component.name not in get_args(component.options.model_fields["use"].annotation):
+        raise bad(f"the options of {component.name!r} must declare use: Literal[{component.name!r}]")
+    if component.name == "auto":
+        raise bad("the name 'auto' is taken: it lets the plan choose")
+    if ":" not in component.factory:
+        raise bad(f"the factory of {component.name!r} must read 'package.module:Class', not {component.factory!r}")
+
+
+def import_factory(component: Component, origin: str) -> Callable[..., Any]:
+    """The runtime class behind a component. PluginLoadError naming ``origin`` when it cannot be imported."""
+    module, _, attribute = component.factory.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        assert isinstance(found, ModuleType)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except Exception as error:
+        raise PluginLoadError(f"{component.factory} of {component.name!r} ({origin}) could not be imported: "
+                              f"{_tail(error)}") from error
+    if not callable(found):
+        raise PluginLoadError(f"{component.factory} of {component.name!r} ({origin}) is not callable")
+    factory: Callable[..., Any] = found
+    return factory

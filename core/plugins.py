@@ -1,0 +1,214 @@
+"""The plugins of one session: built-ins by dotted name, entry points of the group ``glowplug``, ``--plugin`` modules.
+
+Built-ins are loaded exactly as third parties are. Defaults register first, so they come first in every list of
+candidates; there is no global registry. Plan zone: no torch.
+"""
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.metadata
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+from glowplug.core import hookspecs
+from glowplug.core.component import CONTRACT, Component
+from glowplug.core.errors import PluginLoadError
+from glowplug.core.plugin_loading import BUILT_IN, PluginSource, Registration, import_factory, load
+from glowplug.core.slots import SLOTS
+
+if TYPE_CHECKING:
+    from glowplug.core.plan import Choice, EnginePlan
+
+GROUP = "glowplug"  #: entry-point group of third-party plugins
+LOAD_TIMEOUT = 30.0  #: seconds one plugin may take to load
+
+#: Built-in plugins in order of preference: ``auto`` takes the first candidate of a slot that nothing refuses.
+DEFAULT_PLUGINS = (
+    "glowplug.plugins.config_files",
+    "glowplug.plugins.model_facts",
+    "glowplug.models.families",
+    "glowplug.plugins.weights.safetensors",
+    "glowplug.plugins.weights.random",
+    "glowplug.plugins.attention.torch_mla",
+    "glowplug.plugins.attention.torch_mha",
+    "glowplug.plugins.quantization.none",
+    "glowplug.plugins.quantization.block_fp8",
+    "glowplug.plugins.parallel.single",
+    "glowplug.plugins.collectives.local",
+    "glowplug.plugins.speculative.none",
+    "glowplug.plugins.scheduler.continuous",
+    "glowplug.plugins.scheduler.policies",
+    "glowplug.plugins.graphs.eager",
+    "glowplug.plugins.cache.radix",
+    "glowplug.plugins.cache.none",
+    "glowplug.plugins.sampling.torch_sampler",
+    "glowplug.plugins.outputs.deepseek_r1",
+    "glowplug.plugins.outputs.tokenizer",
+    "glowplug.plugins.executors.inline",
+    "glowplug.plugins.executors.multiprocess",
+    "glowplug.plugins.ops.torch_ops",
+)
+
+
+class PluginSet:
+    """Loaded plugins and what they registered. Made by :func:`load_plugins`.
+
+    Attributes:
+        hook: pluggy's callers for the life-cycle hooks.
+        sources: loaded plugins in registration order.
+        blocked: names the operator left out.
+    """
+
+    def __init__(self, sources: Iterable[PluginSource], blocked: Iterable[str] = (),
+                 timeout: float = LOAD_TIMEOUT) -> None:
+        self._manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self._manager.add_hookspecs(hookspecs)
+        self.hook = self._manager.hook
+        self.blocked = tuple(blocked)
+        self.sources: list[PluginSource] = []
+        self._slots: dict[str, list[Registration]] = {slot.name: [] for slot in SLOTS}
+        self._owner: dict[tuple[str, str], PluginSource] = {}
+        for source in sources:
+            self._add(source, timeout)
+
+    def _add(self, source: PluginSource, timeout: float) -> None:
+        found = load(self._manager, source, timeout)
+        self.sources.append(source)
+        for slot, components in found.items():
+            for component in components:
+                self._claim(slot, component, source)
+
+    def _claim(self, slot: str, component: Component, source: PluginSource) -> None:
+        taken = self._owner.get((slot, component.name))
+        if taken is not None:
+            raise PluginLoadError(f"two plugins register {slot} {component.name!r}: {taken.label} and {source.label}; "
+                                  f"block one of them (--block-plugin {source.name})")
+        self._owner[slot, component.name] = source
+        self._slots[slot].append(Registration(component, source.distribution, source.version))
+
+    def components(self, slot: str) -> list[Registration]:
+        """(component, distribution, version) of everything in ``slot``, in order of preference."""
+        return self._slots[slot]
+
+    def find(self, slot: str, name: str) -> Registration | None:
+        for registration in self._slots[slot]:
+            if registration.component.name == name:
+                return registration
+        return None
+
+    def source_of(self, slot: str, name: str) -> PluginSource:
+        """The plugin that registered a component. KeyError when there is none."""
+        return self._owner[slot, name]
+
+    def hooks_of(self, name: str) -> list[str]:
+        """Names of the hooks that the plugin called ``name`` implements."""
+        plugin = self._manager.get_plugin(name)
+        callers = self._manager.get_hookcallers(plugin) if plugin is not None else None
+        return [caller.name for caller in callers or []]
+
+    def call_each(self, hook: str, **arguments: Any) -> list[tuple[str, Any]]:
+        """(plugin name, result) of a collecting life-cycle hook, in registration order."""
+        caller: pluggy.HookCaller = getattr(self.hook, hook)
+        return [(impl.plugin_name, impl.function(*(arguments[name] for name in impl.argnames)))
+                for impl in caller.get_hookimpls()]
+
+    def factory(self, choice: Choice) -> Callable[..., Any]:
+        """The runtime class of a choice. PluginLoadError when it is not here or cannot be imported."""
+        return import_factory(*self._registered(choice))
+
+    def build(self, choice: Choice, plan: EnginePlan, worker: Any) -> Any:
+        """The runtime object of a choice: its options parsed again, its factory imported and called."""
+        component, origin = self._registered(choice)
+        options = component.options.model_validate(choice.options)
+        return import_factory(component, origin)(options, plan, worker)
+
+    def _registered(self, choice: Choice) -> tuple[Component, str]:
+        found = self.find(choice.slot, choice.name)
+        if found is None:
+            raise PluginLoadError(f"the plan chose {choice.slot} {choice.name!r} of {choice.distribution}, "
+                                  "which is not loaded here")
+        return found.component, f"{found.distribution} {found.version}".rstrip()
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """What ``EnginePlan.plugins`` records and :func:`load_plugins_for` reads."""
+        return tuple(source.name for source in self.sources)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash over plugins, versions and component names; ranks with another one refuse to start."""
+        parts = [f"contract {CONTRACT}"]
+        parts += [f"{source.name} {source.target} {source.origin}" for source in self.sources]
+        parts += [f"{slot}.{found.component.name}" for slot, all_found in self._slots.items() for found in all_found]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def load_plugins(extra: Sequence[str] = (), block: Sequence[str] = (), *, defaults: Sequence[str] = DEFAULT_PLUGINS,
+                 entry_points: bool = True, timeout: float = LOAD_TIMEOUT) -> PluginSet:
+    """Load built-ins, then entry points, then ``extra`` dotted modules, leaving out the names in ``block``.
+
+    Raises PluginLoadError, naming plugin, distribution and version, when one fails to load, takes longer than
+    ``timeout`` seconds, implements an unknown hook or claims a taken name; and for a name in ``block`` that is not here.
+    """
+    sources = [PluginSource(name, name) for name in _existing(defaults)]
+    sources += _entry_points() if entry_points else []
+    sources += [PluginSource(name, name, *_distribution_of(name)) for name in extra]
+    names = [source.name for source in sources]
+    for name in block:
+        if name not in names:
+            raise PluginLoadError(f"cannot block {name!r}: no such plugin; found: {', '.join(sorted(names))}")
+    kept = [source for source in sources if source.name not in set(block)]
+    return PluginSet(kept, block, timeout)
+
+
+def load_plugins_for(plan: EnginePlan) -> PluginSet:
+    """The plugin set a plan was made with, in a worker. PluginLoadError when this environment holds another one."""
+    found = {source.name: source for source in _entry_points()}
+    defaults = set(DEFAULT_PLUGINS)
+    sources = []
+    for name in plan.plugins:
+        if name in defaults:
+            sources.append(PluginSource(name, name))
+        else:
+            sources.append(found.get(name) or PluginSource(name, name, *_distribution_of(name)))
+    plugins = PluginSet(sources)
+    if plugins.fingerprint != plan.fingerprint:
+        raise PluginLoadError(f"this process loaded other plugins or versions than the plan was made with "
+                              f"(fingerprint {plugins.fingerprint}, plan {plan.fingerprint}): "
+                              + ", ".join(source.label for source in plugins.sources if source.distribution != BUILT_IN))
+    return plugins
+
+
+def _existing(names: Sequence[str]) -> list[str]:
+    # NOTE: only while the built-ins are being written; removed before the first release.
+    import importlib.util
+    return [name for name in names if importlib.util.find_spec(name) is not None]
+
+
+def _entry_points() -> list[PluginSource]:
+    """Entry points of the group. PluginLoadError when two share a name: pluggy would skip the second silently."""
+    sources: dict[str, PluginSource] = {}
+    for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name):
+        dist = point.dist
+        source = PluginSource(point.name, point.value, dist.name if dist else "unknown distribution",
+                              dist.version if dist else "")
+        if point.name in sources:
+            raise PluginLoadError(f"two distributions have an entry point named {point.name!r}: "
+                                  f"{sources[point.name].origin} and {source.origin}; uninstall one of them")
+        sources[point.name] = source
+    return list(sources.values())
+
+
+def _distribution_of(module: str) -> tuple[str, str]:
+    """Distribution and version that ship a module given by ``--plugin``, as far as they are known."""
+    top = module.partition(":")[0].partition(".")[0]
+    if top == "glowplug":
+        return BUILT_IN, ""
+    owners = importlib.metadata.packages_distributions().get(top)
+    if not owners:
+        return f"module {module}", ""
+    return owners[0], importlib.metadata.version(owners[0])
