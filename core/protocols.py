@@ -306,8 +306,13 @@ class Sampler(Protocol):
 
     def reserve(self, limits: Limits) -> None: ...
 
-    def join(self, row: int, params: SamplingParams, tokens: NDArray[np.int32], prompt_len: int) -> None:
-        """A sequence takes ``row``: tokens so far (prompt and output) seed the penalties."""
+    def join(
+        self, row: int, params: SamplingParams, tokens: NDArray[np.int32], prompt_len: int, stop_ids: frozenset[int]
+    ) -> None:
+        """A sequence takes ``row``: tokens so far (prompt and output) seed the penalties.
+
+        ``stop_ids`` end it, so they cannot be drawn before ``params.min_tokens`` output tokens.
+        """
         ...
 
     def leave(self, row: int) -> None: ...

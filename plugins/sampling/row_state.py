@@ -1,0 +1,164 @@
+"""Per-row state of the torch sampler: parameter columns, token lists and masks, penalty counts.
+
+One entry a row of the sequence table, on the device; written when a sequence joins, never per step.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from enum import IntFlag
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from glowplug.core.request import SamplingParams
+
+GREEDY_BELOW = 1e-5  #: temperatures under this are greedy
+
+
+class Feature(IntFlag):
+    """What a row needs of a step. A step does only what some row in it needs."""
+
+    RANDOM = 1
+    MIN_P = 2
+    CUTOFF = 4  #: top-k or top-p
+    PENALTIES = 8
+    BIAS = 16
+    ALLOWED = 32
+    MIN_TOKENS = 64
+    LOGPROBS = 128
+
+    @property
+    def edits(self) -> bool:
+        """The logits themselves change before a token is chosen."""
+        return bool(self & (Feature.PENALTIES | Feature.BIAS | Feature.ALLOWED | Feature.MIN_TOKENS))
+
+
+def features_of(params: SamplingParams, stop_ids: frozenset[int]) -> Feature:
+    """The features that change what a sequence with ``params`` gets."""
+    random = params.temperature >= GREEDY_BELOW
+    needed = {
+        Feature.RANDOM: random,
+        Feature.MIN_P: random and params.min_p > 0,
+        Feature.CUTOFF: random and (params.top_k > 0 or params.top_p < 1),
+        Feature.PENALTIES: bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1),
+        Feature.BIAS: bool(params.logit_bias),
+        Feature.ALLOWED: params.allowed_token_ids is not None,
+        Feature.MIN_TOKENS: params.min_tokens > 0 and bool(stop_ids),
+        Feature.LOGPROBS: params.logprobs is not None,
+    }
+    return Feature(sum(feature for feature, wanted in needed.items() if wanted))
+
+
+def send(array: NDArray[Any], device: torch.device) -> Tensor:
+    """A copy of ``array`` on ``device``, without waiting for the device."""
+    host = torch.from_numpy(array)
+    # NOTE: fresh pinned memory each time; torch's pinned-memory cache keeps it alive until the copy has happened.
+    return host.clone() if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+class Column:
+    """A per-row array [rows, width] written on the host and read on the device.
+
+    On the CPU both are one memory. Elsewhere ``upload`` copies the rows written since the last call, without waiting.
+    """
+
+    def __init__(self, rows: int, width: int, dtype: type[np.float32] | type[np.int64], device: torch.device) -> None:
+        self.host: NDArray[np.float32 | np.int64] = np.zeros((rows, width), dtype)
+        self._shared = device.type == "cpu"
+        self.device = torch.from_numpy(self.host) if self._shared else torch.from_numpy(self.host).to(device)
+        self._dirty: set[int] = set()
+
+    def write(self, row: int, values: Iterable[float]) -> None:
+        self.host[row] = list(values)
+        self._dirty.add(row)
+
+    def upload(self) -> None:
+        if self._dirty and not self._shared:
+            rows = np.array(sorted(self._dirty))
+            device = self.device.device
+            self.device.index_copy_(0, send(rows, device), send(self.host[rows], device))
+        self._dirty.clear()
+
+
+class TokenLists:
+    """A short list of (token id, value) for each row, added to its logits. Unused entries add 0 to token 0."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.ids = torch.zeros(rows, 0, dtype=torch.int64, device=device)
+        self.values = torch.zeros(rows, 0, dtype=torch.float32, device=device)
+        self._filled: set[int] = set()
+
+    def write(self, row: int, entries: Mapping[int, float]) -> None:
+        if not entries and row not in self._filled:
+            return
+        self._widen(len(entries))
+        ids = np.zeros(self.ids.shape[1], np.int64)
+        values = np.zeros(self.ids.shape[1], np.float32)
+        ids[: len(entries)], values[: len(entries)] = list(entries), list(entries.values())
+        self.ids[row] = send(ids, self.ids.device)
+        self.values[row] = send(values, self.ids.device)
+        (self._filled.add if entries else self._filled.discard)(row)
+
+    def _widen(self, width: int) -> None:
+        extra = max(0, width - self.ids.shape[1])
+        if extra:
+            extra = max(extra, self.ids.shape[1])
+            self.ids = torch.nn.functional.pad(self.ids, (0, extra))
+            self.values = torch.nn.functional.pad(self.values, (0, extra))
+
+    def add(self, logits: Tensor, rows: Tensor, active: Tensor | None = None) -> None:
+        """Add to logits [N, V] in place; ``active`` bool [N] leaves the other rows as they are."""
+        values = self.values[rows]
+        if active is not None:
+            values = torch.where(active[:, None], values, 0.0)
+        logits.scatter_add_(1, self.ids[rows], values)
+
+
+class RowSlots:
+    """Hands out slots of a state [slots, V] that few rows need. Slot 0 is shared scratch of all the others.
+
+    The state doubles when it is full, so its memory follows the largest number of rows that needed it at once.
+    """
+
+    def __init__(self, rows: int, vocab: int, dtype: torch.dtype, fill: int, device: torch.device) -> None:
+        self.state = torch.full((1, vocab), fill, dtype=dtype, device=device)
+        self._fill = fill
+        self._rows = np.zeros(rows, np.int64)
+        self._free: list[int] = []
+
+    def _take(self, row: int) -> int:
+        if not self._free:
+            self._grow()
+        self._rows[row] = self._rows[row] or self._free.pop()
+        return int(self._rows[row])
+
+    def write(self, row: int, values: NDArray[Any]) -> int:
+        """Give ``row`` a slot holding ``values`` [V]; returns the slot."""
+        slot = self._take(row)
+        self.state[slot] = send(values, self.state.device)
+        return slot
+
+    def leave(self, row: int) -> None:
+        if self._rows[row]:
+            self._free.append(int(self._rows[row]))
+            self._rows[row] = 0
+
+    def _grow(self) -> None:
+        old = len(self.state)
+        extra = self.state.new_full((max(4, old), self.state.shape[1]), self._fill)
+        self.state = torch.cat([self.state, extra])
+        self._free.extend(range(len(self.state) - 1, old - 1, -1))
+
+
+PROMPT_BIT = 1 << 30  #: in a penalty count: the token is in the prompt; the low bits count it in the output
+
+
+def penalty_counts(tokens: NDArray[np.int32], prompt_len: int, vocab: int) -> NDArray[np.int32]:
+    """int32 [V] as the penalty state keeps them, from a sequence's tokens so far."""
+    counts = np.bincount(tokens[prompt_len:], minlength=vocab)[:vocab].astype(np.int32)
+    prompt = tokens[:prompt_len]
+    counts[prompt[prompt < vocab]] |= PROMPT_BIT
+    return counts

@@ -1,0 +1,27 @@
+"""The sampler "torch": every sampling feature as plain tensor operations, on CPU and CUDA."""
+from __future__ import annotations
+
+from typing import Literal
+
+from glowplug.core.component import Component
+from glowplug.core.hookspecs import hookimpl
+from glowplug.core.offers import SamplerOffers
+from glowplug.core.options import SamplingOptions
+
+FEATURES = frozenset({
+    "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "allowed_token_ids", "min_tokens", "seed", "logprobs",
+})
+
+
+class TorchSamplerOptions(SamplingOptions):
+    use: Literal["torch"] = "torch"
+
+
+@hookimpl
+def register_samplers() -> list[Component]:
+    return [Component(
+        name="torch", options=TorchSamplerOptions,
+        factory="glowplug.plugins.sampling.torch_sampler_runtime:TorchSampler",
+        offers=SamplerOffers(features=FEATURES),
+        summary="greedy, temperature, top-k, top-p, min-p, penalties, bias, seeds and log-probabilities in torch")]

@@ -1,0 +1,160 @@
+"""Runtime of the sampler "torch": one object a rank, driven by the engine loop."""
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from glowplug.core.batch import Batch, LogprobTensors
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import Limits, Sampled, Worker
+from glowplug.core.request import SamplingParams
+from glowplug.kernels import sampling as kernel
+from glowplug.plugins.sampling.row_state import (
+    GREEDY_BELOW,
+    PROMPT_BIT,
+    Column,
+    Feature,
+    RowSlots,
+    TokenLists,
+    features_of,
+    penalty_counts,
+)
+from glowplug.plugins.sampling.torch_sampler import TorchSamplerOptions
+
+TEMPERATURE, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION = range(6)
+TOP_K, SEED, MIN_LENGTH, PENALTY_SLOT, ALLOWED_SLOT = range(5)
+BYTES_63 = 1 << 63
+
+
+class TorchSampler:
+    """See ``protocols.Sampler``. Edits come in vLLM's order: allowed tokens, min_tokens, bias, penalties, temperature,
+    min-p, top-k, top-p. Log-probabilities are those of the raw logits, before any of it."""
+
+    def __init__(self, options: TorchSamplerOptions, plan: EnginePlan, worker: Worker) -> None:
+        self._device = torch.device(worker.device)
+        self._default_seed = plan.seed
+
+    def reserve(self, limits: Limits) -> None:
+        rows, device = limits.rows, self._device
+        self._vocab, self._width = limits.vocab, limits.width
+        self._floats = Column(rows, 6, np.float32, device)
+        self._ints = Column(rows, 5, np.int64, device)
+        self._flags = np.zeros(rows, np.int64)
+        self._min_length = np.zeros(rows, np.int64)
+        self._top_logprobs = np.zeros(rows, np.int64)
+        self._bias = TokenLists(rows, device)
+        self._stops = TokenLists(rows, device)
+        self._penalties = RowSlots(rows, limits.vocab, torch.int32, 0, device)
+        self._allowed = RowSlots(rows, limits.vocab, torch.bool, 1, device)
+        self._step = Feature(0)
+        self._step_logprobs = 0
+
+    # ---- joining and leaving: the only work proportional to a sequence ----------------------------------------------
+
+    def join(
+        self, row: int, params: SamplingParams, tokens: NDArray[np.int32], prompt_len: int, stop_ids: frozenset[int]
+    ) -> None:
+        features = features_of(params, stop_ids)
+        min_length = prompt_len + params.min_tokens
+        self.leave(row)
+        self._flags[row] = features
+        self._min_length[row] = min_length
+        self._top_logprobs[row] = params.logprobs or 0
+        self._floats.write(row, [
+            params.temperature, params.top_p, params.min_p,
+            params.presence_penalty, params.frequency_penalty, params.repetition_penalty])
+        self._ints.write(row, [
+            max(params.top_k, 0), self._seed(params), min_length,
+            self._join_penalties(row, tokens, prompt_len) if features & Feature.PENALTIES else 0,
+            self._join_allowed(row, params) if features & Feature.ALLOWED else 0])
+        self._join_lists(row, params, stop_ids)
+
+    def _seed(self, params: SamplingParams) -> int:
+        seed = self._default_seed if params.seed is None else params.seed
+        return (seed + BYTES_63) % (1 << 64) - BYTES_63
+
+    def _join_penalties(self, row: int, tokens: NDArray[np.int32], prompt_len: int) -> int:
+        return self._penalties.write(row, penalty_counts(tokens, prompt_len, self._vocab))
+
+    def _join_allowed(self, row: int, params: SamplingParams) -> int:
+        mask = np.zeros(self._vocab, np.bool_)
+        mask[[token for token in params.allowed_token_ids or () if 0 <= token < self._vocab]] = True
+        return self._allowed.write(row, mask)
+
+    def _join_lists(self, row: int, params: SamplingParams, stop_ids: frozenset[int]) -> None:
+        bias = {token: value for token, value in (params.logit_bias or {}).items() if token < self._vocab}
+        stops = [token for token in stop_ids if token < self._vocab] if params.min_tokens else []
+        self._bias.write(row, bias)
+        self._stops.write(row, dict.fromkeys(stops, float("-inf")))
+
+    def leave(self, row: int) -> None:
+        self._flags[row] = 0
+        self._penalties.leave(row)
+        self._allowed.leave(row)
+
+    # ---- a step -----------------------------------------------------------------------------------------------------
+
+    def plan_step(self, batch: Batch) -> None:
+        """What this step's rows need, so that ``sample`` does no more; uploads what joined."""
+        rows = batch.rows[batch.samples]
+        flags = Feature(int(np.bitwise_or.reduce(self._flags[rows], initial=0)))
+        if flags & Feature.MIN_TOKENS:
+            # NOTE: kv_lens may run ahead of the real length by a step's drafts; two widths cover that.
+            early = batch.kv_lens[batch.samples] - 2 * self._width < self._min_length[rows]
+            if not early.any():
+                flags &= ~Feature.MIN_TOKENS
+        self._step = flags
+        self._step_logprobs = int(self._top_logprobs[rows].max(initial=0)) if flags & Feature.LOGPROBS else 0
+        self._floats.upload()
+        self._ints.upload()
+
+    def sample(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Sampled:
+        step = self._step
+        raw = logits.clone() if step & Feature.LOGPROBS and step.edits else logits
+        floats, ints = self._floats.device[rows], self._ints.device[rows]
+        if step.edits:
+            self._edit(logits, rows, positions, floats, ints)
+        tokens = logits.argmax(-1)
+        peak = logits.gather(1, tokens[:, None])
+        if step & Feature.RANDOM:
+            drawn = self._draw(logits, peak, positions, floats, ints)
+            tokens = torch.where(floats[:, TEMPERATURE] < GREEDY_BELOW, tokens, drawn)
+        logprobs = None
+        if step & Feature.LOGPROBS:
+            logprobs = LogprobTensors(*kernel.token_logprobs(raw, tokens, self._step_logprobs))
+        return Sampled(tokens, ~peak.isfinite().squeeze(1), logprobs)
+
+    def _edit(self, logits: Tensor, rows: Tensor, positions: Tensor, floats: Tensor, ints: Tensor) -> None:
+        step = self._step
+        if step & Feature.ALLOWED:
+            logits.masked_fill_(~self._allowed.state[ints[:, ALLOWED_SLOT]], float("-inf"))
+        if step & Feature.MIN_TOKENS:
+            self._stops.add(logits, rows, positions < ints[:, MIN_LENGTH])
+        if step & Feature.BIAS:
+            self._bias.add(logits, rows)
+        if step & Feature.PENALTIES:
+            state = self._penalties.state[ints[:, PENALTY_SLOT]]
+            kernel.apply_penalties(
+                logits, state > 0, state & (PROMPT_BIT - 1),
+                floats[:, REPETITION], floats[:, FREQUENCY], floats[:, PRESENCE])
+
+    def _draw(self, logits: Tensor, peak: Tensor, positions: Tensor, floats: Tensor, ints: Tensor) -> Tensor:
+        temperature = floats[:, TEMPERATURE, None]
+        temperature = torch.where(temperature < GREEDY_BELOW, 1.0, temperature)
+        weights = (logits - peak).div_(temperature).exp_()
+        if self._step & Feature.MIN_P:
+            weights.masked_fill_(weights < floats[:, MIN_P, None], 0.0)
+        if self._step & Feature.CUTOFF:
+            least = kernel.cutoff(weights, ints[:, TOP_K], floats[:, TOP_P])
+            weights.masked_fill_(weights < least[:, None], 0.0)
+        return kernel.draw(weights, kernel.uniform(ints[:, SEED], positions))
+
+    def observe(self, tokens: Tensor, counts: Tensor, rows: Tensor) -> None:
+        if not self._step & Feature.PENALTIES:
+            return
+        slots = self._ints.device[rows, PENALTY_SLOT]
+        valid = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
+        index = slots[:, None] * self._vocab + tokens
+        self._penalties.state.view(-1).index_add_(0, index.reshape(-1), valid.reshape(-1).to(torch.int32))

@@ -1,0 +1,71 @@
+"""Runtime of the speculative algorithm "none"."""
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from glowplug.core.batch import Accepted, Batch, LogprobTensors
+from glowplug.core.offers import Mode
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import Limits, Model, Sampler, Worker
+from glowplug.plugins.speculative.none import NoSpeculationOptions
+
+
+class NoSpeculation:
+    """See ``protocols.SpeculativeAlgorithm``. A row's last token stays on the device and feeds its next step."""
+
+    def __init__(self, options: NoSpeculationOptions, plan: EnginePlan, worker: Worker) -> None:
+        self._device = torch.device(worker.device)
+
+    def step_modes(self) -> frozenset[Mode]:
+        return frozenset({Mode.PREFILL, Mode.DECODE})
+
+    def width(self) -> int:
+        return 1
+
+    def reserve(self, limits: Limits) -> None:
+        self._last = torch.zeros(limits.rows, 1, dtype=torch.int64, device=self._device)
+        self._ones = torch.ones(limits.rows, dtype=torch.int32, device=self._device)
+
+    def draft(self, batch: Batch) -> Tensor:
+        return self._last[batch.row_ids[: batch.num_decodes]]
+
+    def accept(self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
+        accept = self._accept_all if batch.samples.all() else self._accept_some
+        accepted = accept(logits, batch, sampler)
+        sampler.observe(accepted.tokens, accepted.counts, batch.row_ids)
+        return accepted
+
+    def _accept_all(self, logits: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
+        sampled = sampler.sample(logits, batch.row_ids, batch.kv_lens_device.long())
+        tokens = sampled.tokens[:, None]
+        self._last[batch.row_ids] = tokens
+        return Accepted(tokens, self._ones[: batch.num_rows], sampled.bad, sampled.logprobs)
+
+    def _accept_some(self, logits: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
+        """Some prefill rows end short of their prompt's end: they have no logits and get count 0."""
+        where = self._to_device(np.flatnonzero(batch.samples))
+        rows = batch.row_ids[where]
+        sampled = sampler.sample(logits, rows, batch.kv_lens_device[where].long())
+        self._last[rows] = sampled.tokens[:, None]
+        size = batch.num_rows
+        return Accepted(
+            _spread(sampled.tokens, where, size)[:, None],
+            _spread(self._ones[: len(where)], where, size),
+            _spread(sampled.bad, where, size),
+            None if sampled.logprobs is None else LogprobTensors(
+                *(_spread(part, where, size)
+                  for part in (sampled.logprobs.token, sampled.logprobs.top_ids, sampled.logprobs.top))))
+
+    def _to_device(self, index: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
+        host = torch.from_numpy(index)
+        return host if self._device.type == "cpu" else host.pin_memory().to(self._device, non_blocking=True)
+
+    def draft_model(self) -> Model | None:
+        return None
+
+
+def _spread(values: Tensor, where: Tensor, size: int) -> Tensor:
+    """``values`` [N, ...] at places ``where`` int64 [N] of zeros [size, ...]."""
+    return values.new_zeros(size, *values.shape[1:]).index_copy_(0, where, values)
