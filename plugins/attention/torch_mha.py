@@ -1,0 +1,22 @@
+"""Multi-head, grouped-query and multi-query attention in plain torch, on CPU or CUDA."""
+from __future__ import annotations
+
+from typing import Literal
+
+from glowplug.core.component import Component
+from glowplug.core.hookspecs import hookimpl
+from glowplug.core.offers import EVERY_MODE_EAGER, AttentionOffers
+from glowplug.core.options import AttentionOptions
+
+
+class TorchMhaOptions(AttentionOptions):
+    use: Literal["torch_mha"] = "torch_mha"
+
+
+@hookimpl
+def register_attention_backends() -> list[Component]:
+    return [Component(
+        name="torch_mha", options=TorchMhaOptions,
+        factory="glowplug.plugins.attention.torch_mha_runtime:TorchMha",
+        offers=AttentionOffers(kinds=frozenset({"mha"}), modes=dict(EVERY_MODE_EAGER)),
+        summary="multi-head and grouped-query attention in plain torch (CPU and CUDA)")]

@@ -1,0 +1,83 @@
+"""The runtime of ``torch_mha``."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from glowplug.core.batch import Batch
+from glowplug.core.memory.layout import KVEntry, KVLayout
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, Worker
+from glowplug.kernels import mha
+from glowplug.kernels.merge import merge_states
+from glowplug.plugins.attention.paging import Group, GroupLimits, LongRow, kv_layers, plan_groups, store
+from glowplug.plugins.attention.torch_mha import TorchMhaOptions
+
+GATHERED_NUMBERS = 1 << 27  #: key and value numbers gathered at once for decoding rows
+PIECE_NUMBERS = 1 << 24  #: the same for prefill rows; a longer cached prefix goes in pieces
+
+
+class TorchMha:
+    """Per-head attention over a paged cache of ``k`` and ``v``, key heads local to this rank."""
+
+    def __init__(self, options: TorchMhaOptions, plan: EnginePlan, worker: Worker) -> None:
+        self._plan = plan
+        self._page_size = plan.sizes.page_size
+        self._dtype: torch.dtype = worker.dtype or getattr(torch, plan.dtype)
+        self._kv: tuple[Mapping[str, Tensor], ...] = ()
+        self._groups: list[Group | LongRow] = []
+        self._slots: Tensor | None = None
+        facts = plan.facts.model
+        self._kv_heads = max(1, facts.num_kv_heads // plan.mesh.get("tp", 1))
+        self._head_dim = facts.head_dim
+        per_key = 2 * self._kv_heads * self._head_dim
+        self._limits = GroupLimits(decode_keys=max(64, GATHERED_NUMBERS // per_key),
+                                   keys=max(64, PIECE_NUMBERS // per_key))
+
+    def kv_layout(self) -> KVLayout:
+        shape, dtype = (self._kv_heads, self._head_dim), self._plan.kv_dtype
+        return KVLayout(kv_layers(self._plan), self._page_size, (
+            KVEntry("k", shape, dtype), KVEntry("v", shape, dtype)))
+
+    def reserve(self, limits: Limits) -> None:
+        self._kv = limits.kv
+
+    def plan_step(self, batch: Batch, slot: object | None) -> None:
+        self._slots = batch.slots
+        self._groups = plan_groups(batch, self._page_size, self._limits, self._dtype, self._dtype)
+
+    def mla(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, layer: MlaLayer) -> Tensor:
+        raise NotImplementedError("torch_mha offers kind mha only")
+
+    def mha(self, q: Tensor, k: Tensor, v: Tensor, layer: MhaLayer) -> Tensor:
+        pool = self._kv[layer.index]
+        k, v = store(pool["k"], self._slots, k), store(pool["v"], self._slots, v)
+        parts = []
+        for group in self._groups:
+            query = group.take(q)
+            if isinstance(group, LongRow):
+                part = self._long(group, query, group.take(k), group.take(v), layer)
+            elif group.slots is None:
+                part = group.unpack(mha.attend_causal(
+                    group.pack(query), group.pack(group.take(k)), group.pack(group.take(v)), layer.scale))
+            else:
+                part = self._cached(group, query, pool, layer)
+            parts.append(part.reshape(group.tokens, layer.heads * layer.head_dim))
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts) if parts else q.new_empty(0, layer.heads * layer.head_dim)
+
+    def _cached(self, group: Group, query: Tensor, pool: Mapping[str, Tensor], layer: MhaLayer) -> Tensor:
+        assert group.bias is not None
+        key, value = group.gather(pool["k"]).to(query.dtype), group.gather(pool["v"]).to(query.dtype)
+        return group.unpack(mha.attend(group.pack(query), key, value, layer.scale, group.bias))
+
+    def _long(self, row: LongRow, query: Tensor, key: Tensor, value: Tensor, layer: MhaLayer) -> Tensor:
+        pool = self._kv[layer.index]
+        state = mha.partial_attention(query, key, value, layer.scale, causal=True)
+        for slots in row.pieces:
+            cached = pool["k"].index_select(0, slots), pool["v"].index_select(0, slots)
+            state = merge_states(*state, *mha.partial_attention(query, *cached, layer.scale, causal=False))
+        return state[0].to(query.dtype)

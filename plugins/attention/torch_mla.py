@@ -1,0 +1,26 @@
+"""MLA attention in plain torch, on CPU or CUDA: absorbed in decode and verify, un-absorbed multi-head in prefill."""
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from glowplug.core.component import Component
+from glowplug.core.hookspecs import hookimpl
+from glowplug.core.offers import EVERY_MODE_EAGER, AttentionOffers
+from glowplug.core.options import AttentionOptions
+
+
+class TorchMlaOptions(AttentionOptions):
+    use: Literal["torch_mla"] = "torch_mla"
+    absorb: bool = Field(True, description="absorb W_UK and W_UV in decode and verify; false: the naive reference, "
+                                           "which expands every cached latent for every row")
+
+
+@hookimpl
+def register_attention_backends() -> list[Component]:
+    return [Component(
+        name="torch_mla", options=TorchMlaOptions,
+        factory="glowplug.plugins.attention.torch_mla_runtime:TorchMla",
+        offers=AttentionOffers(kinds=frozenset({"mla"}), modes=dict(EVERY_MODE_EAGER)),
+        summary="latent attention in plain torch (CPU and CUDA)")]

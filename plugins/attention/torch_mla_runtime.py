@@ -1,0 +1,125 @@
+"""The runtime of ``torch_mla``."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from glowplug.core.batch import Batch
+from glowplug.core.memory.layout import KVEntry, KVLayout
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, Worker
+from glowplug.kernels import mha, mla
+from glowplug.kernels.merge import merge_states
+from glowplug.plugins.attention.paging import Group, GroupLimits, LongRow, kv_layers, plan_groups, store
+from glowplug.plugins.attention.torch_mla import TorchMlaOptions
+
+GATHERED_NUMBERS = 1 << 26  #: latent numbers gathered at once for decoding rows
+EXPANDED_NUMBERS = 1 << 24  #: key and value numbers expanded from latents at once for prefill rows
+
+
+class TorchMla:
+    """Latent attention over a paged cache of ``latent`` and ``rope``.
+
+    Decoding rows attend in latent space (absorbed); prefill rows expand latents to per-head keys and values, a cached
+    prefix longer than the budget in pieces whose partial states are merged. With ``absorb = false`` every row expands
+    its whole cache and attends at once.
+    """
+
+    def __init__(self, options: TorchMlaOptions, plan: EnginePlan, worker: Worker) -> None:
+        self._absorb = options.absorb
+        self._plan = plan
+        self._page_size = plan.sizes.page_size
+        self._dtype: torch.dtype = worker.dtype or getattr(torch, plan.dtype)
+        self._kv: tuple[Mapping[str, Tensor], ...] = ()
+        self._groups: list[Group | LongRow] = []
+        self._slots: Tensor | None = None
+        self._limits = _limits(plan, self._absorb)
+
+    def kv_layout(self) -> KVLayout:
+        facts, dtype = self._plan.facts.model, self._plan.kv_dtype
+        return KVLayout(kv_layers(self._plan), self._page_size, (
+            KVEntry("latent", (facts.kv_lora_rank,), dtype), KVEntry("rope", (facts.qk_rope_head_dim,), dtype)))
+
+    def reserve(self, limits: Limits) -> None:
+        self._kv = limits.kv
+
+    def plan_step(self, batch: Batch, slot: object | None) -> None:
+        self._slots = batch.slots
+        self._groups = plan_groups(batch, self._page_size, self._limits,
+                                   torch.float32 if self._absorb else self._dtype, self._dtype)
+
+    def mla(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, layer: MlaLayer) -> Tensor:
+        pool = self._kv[layer.index]
+        latent = store(pool["latent"], self._slots, latent)
+        k_rope = store(pool["rope"], self._slots, k_rope)
+        parts = []
+        for group in self._groups:
+            query = group.take(q_nope), group.take(q_rope)
+            if isinstance(group, LongRow):
+                part = self._long(group, *query, group.take(latent), group.take(k_rope), layer)
+            elif group.decode and self._absorb:
+                part = self._absorbed(group, *query, pool, layer)
+            elif group.slots is None:
+                part = self._own(group, *query, group.take(latent), group.take(k_rope), layer)
+            else:
+                part = self._expanded(group, *query, pool, layer)
+            parts.append(part.reshape(group.tokens, layer.heads * layer.v_dim))
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts) if parts else q_nope.new_empty(0, layer.heads * layer.v_dim)
+
+    def mha(self, q: Tensor, k: Tensor, v: Tensor, layer: MhaLayer) -> Tensor:
+        raise NotImplementedError("torch_mla offers kind mla only")
+
+    def _absorbed(self, group: Group, q_nope: Tensor, q_rope: Tensor, pool: Mapping[str, Tensor],
+                  layer: MlaLayer) -> Tensor:
+        assert group.bias is not None
+        latent, rope = group.gather(pool["latent"]).to(q_nope.dtype), group.gather(pool["rope"]).to(q_nope.dtype)
+        q_latent = group.pack(mla.absorb_query(q_nope, layer.w_uk))
+        out = mla.attend_latent(q_latent, group.pack(q_rope), latent, rope, layer.scale, group.bias)
+        return mla.project_output(group.unpack(out), layer.w_uv)
+
+    def _own(self, group: Group, q_nope: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor,
+             layer: MlaLayer) -> Tensor:
+        key, value = _expand(latent, rope, layer)
+        query = torch.cat((q_nope, q_rope), dim=-1)
+        return group.unpack(mha.attend_causal(group.pack(query), group.pack(key), group.pack(value), layer.scale))
+
+    def _expanded(self, group: Group, q_nope: Tensor, q_rope: Tensor, pool: Mapping[str, Tensor],
+                  layer: MlaLayer) -> Tensor:
+        assert group.bias is not None
+        shape = (group.rows, group.length, layer.heads)
+        latent, rope = group.gather(pool["latent"]).flatten(0, 1), group.gather(pool["rope"]).flatten(0, 1)
+        key, value = _expand(latent.to(q_nope.dtype), rope.to(q_nope.dtype), layer)
+        query = group.pack(torch.cat((q_nope, q_rope), dim=-1))
+        out = mha.attend(query, key.view(*shape, -1), value.view(*shape, -1), layer.scale, group.bias)
+        return group.unpack(out)
+
+    def _long(self, row: LongRow, q_nope: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor,
+              layer: MlaLayer) -> Tensor:
+        pool, dtype = self._kv[layer.index], q_nope.dtype
+        query = torch.cat((q_nope, q_rope), dim=-1)
+        state = mha.partial_attention(query, *_expand(latent, rope, layer), layer.scale, causal=True)
+        for slots in row.pieces:
+            cached = pool["latent"].index_select(0, slots).to(dtype), pool["rope"].index_select(0, slots).to(dtype)
+            part = mha.partial_attention(query, *_expand(*cached, layer), layer.scale, causal=False)
+            state = merge_states(*state, *part)
+        return state[0].to(dtype)
+
+
+def _limits(plan: EnginePlan, absorb: bool) -> GroupLimits:
+    facts = plan.facts.model
+    config = facts.config
+    per_key = facts.num_heads * sum(int(config.get(name, 128)) for name in (
+        "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    expanded = max(64, EXPANDED_NUMBERS // per_key)
+    gathered = max(64, GATHERED_NUMBERS // max(1, facts.kv_lora_rank))
+    return GroupLimits(decode_keys=gathered if absorb else expanded, keys=expanded, own=absorb, split=absorb)
+
+
+def _expand(latent: Tensor, rope: Tensor, layer: MlaLayer) -> tuple[Tensor, Tensor]:
+    """latent [N, C], rope [N, P] -> key [N, H, nope + P], value [N, H, V]."""
+    k_nope, value = layer.expand(latent)
+    return torch.cat((k_nope, rope.unsqueeze(1).expand(-1, layer.heads, -1)), dim=-1), value

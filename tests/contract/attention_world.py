@@ -1,0 +1,101 @@
+"""A paged cache with shuffled pages and NaN wherever no row of the step may look, and batches over it."""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from glowplug.core.batch import Batch
+from glowplug.core.offers import Mode
+from glowplug.core.protocols import Limits
+from torch import Tensor
+
+
+@dataclass
+class Row:
+    """A sequence of ``length`` tokens of which the step computes the last ``queries``."""
+
+    length: int
+    queries: int
+    prefill: bool = False
+
+
+@dataclass
+class World:
+    """``cached``: per entry name, the history [length, *shape] of each row; ``pools`` what the backend reads."""
+
+    batch: Batch
+    rows: list[Row]
+    page_size: int
+    num_pages: int
+    cached: dict[str, list[Tensor]] = field(default_factory=dict)
+    pools: dict[str, Tensor] = field(default_factory=dict)
+
+    def fill(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Random history under ``name``; the prefix goes into the pool, the step's own tokens are returned [T, *shape]."""
+        pool = torch.full((self.num_pages * self.page_size, *shape), float("nan"))
+        history = [torch.randn(row.length, *shape, generator=generator) for row in self.rows]
+        for index, row in enumerate(self.rows):
+            slots = self.slots_of(index)[: row.length - row.queries]
+            pool[slots] = history[index][: row.length - row.queries]
+        self.cached[name], self.pools[name] = history, pool
+        return torch.cat([past[past.shape[0] - row.queries :] for past, row in zip(history, self.rows, strict=True)])
+
+    def slots_of(self, index: int) -> Tensor:
+        row = self.rows[index]
+        pages = torch.from_numpy(self.batch.pages[index].astype(np.int64))
+        slots = (pages[:, None] * self.page_size + torch.arange(self.page_size)).flatten()
+        return slots[: row.length]
+
+    def limits(self) -> Limits:
+        return Limits(rows=len(self.rows), step_tokens=self.batch.num_tokens, context=4096, page_size=self.page_size,
+                      num_pages=self.num_pages, width=1, vocab=8, kv=(self.pools,))
+
+
+def make_world(rows: list[Row], page_size: int, seed: int, spare_columns: int = 0) -> World:
+    rng = np.random.default_rng(seed)
+    decodes = sum(not row.prefill for row in rows)
+    assert all(not row.prefill for row in rows[:decodes]), "decoding rows come first"
+    need = [-(-row.length // page_size) for row in rows]
+    num_pages = 1 + sum(need) + 3
+    order = rng.permutation(np.arange(1, num_pages))
+    pages = np.zeros((len(rows), max(need, default=1) + spare_columns), np.int32)
+    at = 0
+    for index, count in enumerate(need):
+        pages[index, :count] = order[at : at + count]
+        at += count
+    query_lens = np.array([row.queries for row in rows], np.int32)
+    kv_lens = np.array([row.length for row in rows], np.int32)
+    batch = Batch(
+        step=0, mode=Mode.PREFILL if decodes < len(rows) else Mode.DECODE, rows=np.arange(len(rows), dtype=np.int32),
+        epochs=np.zeros(len(rows), np.int64), num_decodes=decodes, query_lens=query_lens, kv_lens=kv_lens,
+        samples=np.ones(len(rows), np.bool_), prompt_ids=np.zeros(0, np.int32), pages=pages)
+    world = World(batch, rows, page_size, num_pages)
+    batch.page_table = torch.from_numpy(pages)
+    batch.kv_lens_device = torch.from_numpy(kv_lens)
+    batch.query_starts = torch.from_numpy(np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32))
+    slots = [world.slots_of(index)[row.length - row.queries :] for index, row in enumerate(rows)]
+    batch.slots = torch.cat(slots) if slots else torch.zeros(0, dtype=torch.int64)
+    return world
+
+
+def random_rows(rng: np.random.Generator, page_size: int, width: int = 1) -> list[Row]:
+    """Up to 7 decoding and 5 prefill rows whose lengths crowd around page and chunk boundaries."""
+    def length() -> int:
+        edge = int(rng.integers(1, 6)) * page_size
+        return max(1, edge + int(rng.integers(-2, 3)) if rng.random() < 0.7 else int(rng.integers(1, 90)))
+
+    rows = [Row(length() + width, width) for _ in range(int(rng.integers(0, 8)))]
+    for _ in range(int(rng.integers(0 if rows else 1, 6))):
+        queries = length()
+        prefix = 0 if rng.random() < 0.5 else length()
+        rows.append(Row(prefix + queries, queries, prefill=True))
+    return rows
+
+
+def fake_plan(page_size: int, **facts: object) -> SimpleNamespace:
+    """As much of an EnginePlan as an attention backend reads."""
+    given = {"num_layers": 1, "nextn_layers": 0, "config": {}, **facts}
+    return SimpleNamespace(dtype="float32", kv_dtype="float32", mesh={}, facts=SimpleNamespace(
+        model=SimpleNamespace(**given)), sizes=SimpleNamespace(page_size=page_size, width=1))
