@@ -1,0 +1,63 @@
+"""The page allocator: which pages of the KV pool are free. Host only; cost grows with the pages that change hands."""
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+SCRATCH_PAGE = 0  #: never handed out: padding rows and unused page-table entries point at it
+
+
+class PageAllocator:
+    """Hands out pages 1 to ``num_pages - 1``, the last given back first.
+
+    Args:
+        num_pages: pages of the pool, the scratch page included.
+        check: verify every ``give``; ValueError for a page that is foreign, free already or given twice.
+    """
+
+    def __init__(self, num_pages: int, check: bool = True) -> None:
+        if num_pages < 2:
+            raise ValueError(f"a pool needs the scratch page and at least one more, got {num_pages} pages")
+        self.num_pages = num_pages
+        self._stack = np.arange(num_pages - 1, 0, -1, dtype=np.int32)  # the free pages are [:_top]
+        self._top = num_pages - 1
+        self._taken: NDArray[np.bool_] | None = np.zeros(num_pages, np.bool_) if check else None
+
+    @property
+    def free(self) -> int:
+        """Pages that ``take`` can still hand out."""
+        return self._top
+
+    @property
+    def total(self) -> int:
+        """Pages that exist for sequences: all but the scratch page."""
+        return self.num_pages - 1
+
+    def take(self, count: int) -> NDArray[np.int32] | None:
+        """``count`` pages, int32 [count], or None (and nothing taken) when fewer are free."""
+        if count > self._top:
+            return None
+        self._top -= count
+        pages = self._stack[self._top : self._top + count].copy()
+        if self._taken is not None:
+            self._taken[pages] = True
+        return pages
+
+    def give(self, pages: NDArray[np.int32]) -> None:
+        """Take ``pages`` back. Their contents stay as they are: the next owner writes before it reads."""
+        if self._taken is not None:
+            self._verify(pages, self._taken)
+            self._taken[pages] = False
+        count = len(pages)
+        self._stack[self._top : self._top + count] = pages
+        self._top += count
+
+    def _verify(self, pages: NDArray[np.int32], taken: NDArray[np.bool_]) -> None:
+        foreign = pages[(pages <= SCRATCH_PAGE) | (pages >= self.num_pages)]
+        if len(foreign):
+            raise ValueError(f"pages {foreign.tolist()} are not of this pool (1 to {self.num_pages - 1})")
+        free = pages[~taken[pages]]
+        if len(free):
+            raise ValueError(f"pages {free.tolist()} are free already")
+        if len(np.unique(pages)) != len(pages):
+            raise ValueError("a page is given back twice in one call")

@@ -1,0 +1,36 @@
+"""The prefix cache that keeps nothing."""
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import PrefixMatch, Worker
+from glowplug.plugins.cache.none import NoCacheOptions
+
+NOTHING: NDArray[np.int32] = np.zeros(0, np.int32)
+
+
+class NoCache:
+    shares = False
+
+    def __init__(self, options: NoCacheOptions, plan: EnginePlan | None, worker: Worker) -> None:
+        pass
+
+    def match(self, tokens: NDArray[np.int32], salt: str) -> PrefixMatch:
+        return PrefixMatch(0, NOTHING)
+
+    def insert(self, tokens: NDArray[np.int32], pages: NDArray[np.int32], salt: str) -> NDArray[np.int32]:
+        return pages
+
+    def lock(self, match: PrefixMatch, delta: int) -> None:
+        pass
+
+    def evict(self, pages: int) -> NDArray[np.int32]:
+        return NOTHING
+
+    def size(self) -> tuple[int, int]:
+        return 0, 0
+
+    def check_integrity(self) -> None:
+        pass

@@ -1,0 +1,289 @@
+"""The radix tree. Edges are runs of whole pages; tokens themselves are compared, so no two prompts can collide.
+
+A lock on a match counts on every node from there to the root, so a node without locks has no locked descendant: all
+unlocked pages can be evicted, leaves first. Age is a counter of uses, not a clock, so that every rank evicts alike.
+"""
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import PrefixMatch, Worker
+from glowplug.plugins.cache.radix import RadixOptions
+
+Ints = NDArray[np.int32]
+NOTHING: Ints = np.zeros(0, np.int32)
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """A run of whole pages. ``children`` by the bytes of their first page's tokens; ``pages`` empty at a root."""
+
+    tokens: Ints
+    pages: Ints
+    parent: Node | None
+    salt: str
+    children: dict[bytes, Node] = field(default_factory=dict)
+    locks: int = 0
+    used: int = 0
+    alive: bool = True
+
+
+END = -1  #: a spot at the end of its node, wherever later splits put that
+
+
+@dataclass(eq=False, slots=True)
+class Spot:
+    """Where a match ends: ``pages`` pages into ``node``. Locking splits the node there and pins the spot to its end."""
+
+    node: Node
+    pages: int
+
+
+class RadixCache:
+    """A :class:`~glowplug.core.protocols.PrefixCache` over pages of ``plan.sizes.page_size`` tokens.
+
+    A handle is valid until the next ``insert`` or ``evict`` unless it is locked; a locked one until it is unlocked.
+    """
+
+    shares = True
+
+    def __init__(self, options: RadixOptions, plan: EnginePlan, worker: Worker) -> None:
+        self.page_size = plan.sizes.page_size
+        self.max_pages = options.max_pages
+        self._roots: dict[str, Node] = {}
+        self._leaves: list[tuple[int, int, Node]] = []  # (used, tie, node); stale entries are skipped when popped
+        self._clock = 0
+        self._ties = 0
+        self._nodes = 0
+        self._held = 0
+        self._locked = 0
+
+    # ---- the protocol -----------------------------------------------------------------------------------------------
+
+    def match(self, tokens: Ints, salt: str) -> PrefixMatch:
+        """Changes nothing, not even ages: asking is free."""
+        root = self._roots.get(salt)
+        if root is None:
+            return PrefixMatch(0, NOTHING)
+        spot, found = self._walk(root, tokens)
+        count = sum(len(part) for part in found)
+        return PrefixMatch(count * self.page_size, np.concatenate(found) if found else NOTHING, spot)
+
+    def insert(self, tokens: Ints, pages: Ints, salt: str) -> Ints:
+        """Returns given pages whose tokens it already holds in others, and those beyond ``max_pages``."""
+        if not len(pages):
+            return NOTHING
+        assert len(tokens) == len(pages) * self.page_size, "insert takes whole pages"
+        root = self._root(salt)
+        spot, found = self._walk(root, tokens)
+        held = np.concatenate(found) if found else NOTHING
+        depth = len(held)
+        unneeded = [pages[:depth][pages[:depth] != held]]
+        node = self._split(spot)
+        self._touch(node)
+        if depth < len(pages):
+            keep, evicted = self._room(node, len(pages) - depth)
+            unneeded += [evicted, pages[depth + keep :]]
+            if keep:
+                start, end = depth * self.page_size, (depth + keep) * self.page_size
+                node = self._add(node, np.array(tokens[start:end], np.int32), np.array(pages[depth : depth + keep], np.int32))
+        self._offer(node)
+        self._prune(root)
+        return np.concatenate(unneeded)
+
+    def lock(self, match: PrefixMatch, delta: int) -> None:
+        """+1 touches the path (it is in use); -1 touches it too (it was until now)."""
+        if match.handle is None:
+            return
+        assert isinstance(match.handle, Spot) and delta in (1, -1)
+        spot = match.handle
+        assert spot.node.alive, "the match was evicted before it was locked"
+        leaf = self._split(spot)
+        spot.pages = END
+        self._touch(leaf)
+        node: Node | None = leaf
+        while node is not None:
+            self._count_lock(node, delta)
+            node = node.parent
+        self._offer(leaf)
+        self._prune(leaf)
+
+    def evict(self, pages: int) -> Ints:
+        """Cuts the last leaf short rather than giving up more than asked."""
+        given: list[Ints] = []
+        missing = pages
+        while missing > 0 and self._leaves:
+            used, _, node = heapq.heappop(self._leaves)
+            if not self._evictable(node) or node.used != used:
+                continue
+            given.append(self._cut(node, missing))
+            missing -= len(given[-1])
+        return np.concatenate(given) if given else NOTHING
+
+    def size(self) -> tuple[int, int]:
+        return self._held, self._held - self._locked
+
+    def check_integrity(self) -> None:
+        seen: list[Ints] = []
+        locked = nodes = 0
+        offered = {id(node) for used, _, node in self._leaves if node.used == used}
+        for salt, root in self._roots.items():
+            assert root.salt == salt and root.parent is None and not len(root.pages), f"bad root for salt {salt!r}"
+            for node in self._below(root):
+                self._check_node(node)
+                assert not self._evictable(node) or id(node) in offered, "an evictable leaf is not queued for eviction"
+                seen.append(node.pages)
+                locked += len(node.pages) if node.locks else 0
+                nodes += 1
+        pages = np.concatenate(seen) if seen else NOTHING
+        assert len(np.unique(pages)) == len(pages), "a page is held twice"
+        assert not len(pages) or pages.min() > 0, "the scratch page is held"
+        assert len(pages) == self._held, f"{self._held} pages counted, {len(pages)} held"
+        assert locked == self._locked, f"{self._locked} locked pages counted, {locked} found"
+        assert nodes == self._nodes, f"{self._nodes} nodes counted, {nodes} found"
+        assert self.max_pages is None or self._held <= self.max_pages, "more pages than max_pages"
+
+    # ---- the tree ---------------------------------------------------------------------------------------------------
+
+    def _root(self, salt: str) -> Node:
+        if salt not in self._roots:
+            self._roots[salt] = Node(NOTHING, NOTHING, None, salt)
+        return self._roots[salt]
+
+    def _walk(self, root: Node, tokens: Ints) -> tuple[Spot, list[Ints]]:
+        """The deepest spot whose path is a prefix of ``tokens``, and the pages on the way."""
+        size, node, at, found = self.page_size, root, 0, []
+        spot = Spot(root, 0)
+        whole = len(tokens) // size * size
+        tokens = np.ascontiguousarray(tokens[:whole], np.int32)
+        while at < whole:
+            child = node.children.get(tokens[at : at + size].tobytes())
+            if child is None:
+                break
+            common = self._common_pages(child.tokens, tokens[at:])
+            found.append(child.pages[:common])
+            spot = Spot(child, common)
+            if common < len(child.pages):
+                break
+            at += common * size
+            node = child
+        return spot, found
+
+    def _common_pages(self, left: Ints, right: Ints) -> int:
+        count = min(len(left), len(right))
+        differs = left[:count] != right[:count]
+        first = int(differs.argmax()) if differs.any() else count
+        return first // self.page_size
+
+    def _split(self, spot: Spot) -> Node:
+        """The node that ends exactly at ``spot``. A split leaves the given node as the lower half."""
+        node, at = spot.node, spot.pages
+        if at in (END, len(node.pages)):
+            return node
+        assert 0 < at < len(node.pages) and node.parent is not None
+        cut = at * self.page_size
+        upper = Node(node.tokens[:cut].copy(), node.pages[:at].copy(), node.parent, node.salt,
+                     locks=node.locks, used=node.used)
+        node.parent.children[self._key(upper)] = upper
+        node.tokens, node.pages, node.parent = node.tokens[cut:].copy(), node.pages[at:].copy(), upper
+        upper.children[self._key(node)] = node
+        self._nodes += 1
+        spot.node = upper
+        return upper
+
+    def _add(self, parent: Node, tokens: Ints, pages: Ints) -> Node:
+        node = Node(tokens, pages, parent, parent.salt, used=self._clock)
+        parent.children[self._key(node)] = node
+        self._nodes += 1
+        self._held += len(pages)
+        return node
+
+    def _cut(self, node: Node, most: int) -> Ints:
+        """Take up to ``most`` pages off the end of an evictable leaf."""
+        keep = max(0, len(node.pages) - most)
+        given = node.pages[keep:]
+        self._held -= len(given)
+        if keep:
+            node.tokens, node.pages = node.tokens[: keep * self.page_size].copy(), node.pages[:keep].copy()
+            self._offer(node)
+            return given
+        parent = node.parent
+        assert parent is not None
+        del parent.children[self._key(node)]
+        node.alive = False
+        self._nodes -= 1
+        self._offer(parent)
+        self._prune(parent)
+        return given
+
+    def _prune(self, node: Node) -> None:
+        """Forget a salt whose root holds nothing any more. Nothing happens to other nodes."""
+        if node.parent is None and not node.children and not node.locks and self._roots.get(node.salt) is node:
+            del self._roots[node.salt]
+            node.alive = False
+
+    def _room(self, node: Node, wanted: int) -> tuple[int, Ints]:
+        """How many of ``wanted`` new pages may be kept below ``node``, and what was evicted for them."""
+        if self.max_pages is None or self._held + wanted <= self.max_pages:
+            return wanted, NOTHING
+        match = PrefixMatch(0, NOTHING, Spot(node, len(node.pages)))
+        self.lock(match, 1)
+        evicted = self.evict(self._held + wanted - self.max_pages)
+        self.lock(match, -1)
+        return min(wanted, self.max_pages - self._held), evicted
+
+    def _key(self, node: Node) -> bytes:
+        return node.tokens[: self.page_size].tobytes()
+
+    # ---- age and locks ----------------------------------------------------------------------------------------------
+
+    def _touch(self, node: Node) -> None:
+        """Everything on the path was just used; ancestors are never older than what hangs below them."""
+        self._clock += 1
+        at: Node | None = node
+        while at is not None:
+            at.used = self._clock
+            at = at.parent
+
+    def _count_lock(self, node: Node, delta: int) -> None:
+        before, node.locks = node.locks, node.locks + delta
+        assert node.locks >= 0, "unlocked more often than locked"
+        if before == 0 and delta == 1:
+            self._locked += len(node.pages)
+        elif node.locks == 0:
+            self._locked -= len(node.pages)
+
+    @staticmethod
+    def _evictable(node: Node) -> bool:
+        return node.alive and not node.locks and not node.children and len(node.pages) > 0
+
+    def _offer(self, node: Node) -> None:
+        """Queue ``node`` for eviction if it has become an unlocked leaf."""
+        if not self._evictable(node):
+            return
+        if len(self._leaves) > 4 * self._nodes + 64:
+            self._leaves = [entry for entry in self._leaves if self._evictable(entry[2]) and entry[2].used == entry[0]]
+            heapq.heapify(self._leaves)
+        self._ties += 1
+        heapq.heappush(self._leaves, (node.used, self._ties, node))
+
+    # ---- inspection -------------------------------------------------------------------------------------------------
+
+    def _below(self, node: Node) -> Iterator[Node]:
+        stack = list(node.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def _check_node(self, node: Node) -> None:
+        assert node.alive and len(node.pages) > 0, "an empty node is in the tree"
+        assert len(node.tokens) == len(node.pages) * self.page_size, "tokens and pages of a node disagree"
+        assert node.parent is not None and node.parent.children.get(self._key(node)) is node, "a link is broken"
+        assert node.locks >= sum(child.locks for child in node.children.values()), "a lock is lost on the way up"

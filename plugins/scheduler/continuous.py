@@ -1,0 +1,27 @@
+"""Continuous batching: sequences join and leave between steps; prompts are computed in chunks beside decoding rows."""
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from glowplug.core.component import Component
+from glowplug.core.hookspecs import hookimpl
+from glowplug.core.offers import SchedulerOffers
+from glowplug.core.options import SchedulerOptions
+
+
+class ContinuousOptions(SchedulerOptions):
+    use: Literal["continuous"] = "continuous"
+    mixed: bool = Field(True, description="prompt chunks and decoding rows in one step; False: prompts first")
+    share_prefill: int = Field(64, ge=0, description="a request waits for a prompt now being computed when it can "
+                                                     "reuse at least this many of its tokens; 0: never")
+
+
+@hookimpl
+def register_schedulers() -> list[Component]:
+    return [Component(
+        name="continuous", options=ContinuousOptions,
+        factory="glowplug.plugins.scheduler.continuous_runtime:Continuous",
+        offers=SchedulerOffers(chunked=True, preempts=True),
+        summary="continuous batching with chunked prefill, preemption by recompute and shared prefixes")]
