@@ -3,21 +3,21 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("core", "plugins", "kernels", "models", "entrypoints")
 
 
-@lru_cache(maxsize=1)
+@cache
 def sources() -> tuple[Path, ...]:
     """Every Python file of the five packages and of ``src/glowplug``, the links not followed."""
     found = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
-    return tuple([*found, *sorted((ROOT / "src" / "glowplug").glob("*.py"))])
+    return (*found, *sorted((ROOT / "src" / "glowplug").glob("*.py")))
 
 
-@lru_cache(maxsize=None)
+@cache
 def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 

@@ -1,0 +1,31 @@
+"""``glowplug bench``: measurements of an engine in this process or of a server, ours or another.
+
+Each module here is one sub-command and exposes ``configure(parser)`` and ``run(args) -> int``.
+"""
+from __future__ import annotations
+
+import argparse
+import importlib
+
+COMMANDS = {
+    "one-batch": ("one_batch", "prefill and decode latency of one static batch, in this process"),
+    "offline": ("offline", "throughput of the offline engine, in this process"),
+    "serving": ("serving", "latency and throughput of a server under load: glowplug, vLLM, SGLang, any OpenAI server"),
+    "table": ("table", "a result table from the lines that `serving` wrote"),
+    "compare-transformers": ("compare", "this engine against transformers' generate, in one run"),
+}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the sub-commands. Light: no sub-command's module imports torch before it runs."""
+    commands = parser.add_subparsers(dest="bench_command", metavar="COMMAND", required=True)
+    for name, (module, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary)
+        importlib.import_module(f"{__name__}.{module}").configure(command)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the chosen sub-command; its exit status."""
+    module, _ = COMMANDS[args.bench_command]
+    status: int = importlib.import_module(f"{__name__}.{module}").run(args)
+    return status

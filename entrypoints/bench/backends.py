@@ -1,0 +1,174 @@
+"""How each kind of server is asked and how its stream is read. One table; the load generator knows none of them."""
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from glowplug.entrypoints.bench.datasets import Prompt
+from glowplug.entrypoints.bench.http_stream import Connection, Target, events
+
+Payload = dict[str, Any]
+
+
+@dataclass
+class Outcome:
+    """One request as its client saw it. Times in seconds; ``start`` on ``time.perf_counter``.
+
+    ``arrivals`` holds the time of every chunk that carried tokens; ``output_tokens`` comes from the server's usage when
+    it reports one, else it is the number of chunks.
+    """
+
+    prompt_tokens: int
+    start: float = 0.0
+    end: float = 0.0
+    arrivals: list[float] = field(default_factory=list)
+    output_tokens: int = 0
+    text: str = ""
+    error: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.error
+
+    @property
+    def latency(self) -> float:
+        return self.end - self.start
+
+    @property
+    def ttft(self) -> float:
+        return self.arrivals[0] - self.start if self.arrivals else 0.0
+
+    @property
+    def tpot(self) -> float:
+        """Seconds a token after the first; 0 with fewer than two tokens."""
+        return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
+
+    @property
+    def itls(self) -> list[float]:
+        return [later - earlier for earlier, later in zip(self.arrivals, self.arrivals[1:])]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the options say about every request."""
+
+    model: str
+    temperature: float = 0.0
+    ignore_eos: bool = True
+    extra: Payload = field(default_factory=dict)
+
+
+Build = Callable[[Prompt, Request], Payload]
+Read = Callable[[Payload, Outcome], bool]  #: takes one event in; True when it carried tokens
+
+
+def _completion(prompt: Prompt, request: Request) -> Payload:
+    return {"model": request.model, "prompt": prompt.text if prompt.ids is None else prompt.ids,
+            "max_tokens": prompt.output_len, "temperature": request.temperature, "stream": True,
+            "stream_options": {"include_usage": True}, "ignore_eos": request.ignore_eos, **request.extra}
+
+
+def _chat(prompt: Prompt, request: Request) -> Payload:
+    payload = _completion(prompt, request)
+    payload["messages"] = [{"role": "user", "content": payload.pop("prompt")}]
+    return payload
+
+
+def _generate(prompt: Prompt, request: Request) -> Payload:
+    source = {"text": prompt.text} if prompt.ids is None else {"input_ids": prompt.ids}
+    sampling = {"temperature": request.temperature, "max_new_tokens": prompt.output_len,
+                "ignore_eos": request.ignore_eos}
+    return {**source, "sampling_params": sampling, "stream": True, **request.extra}
+
+
+def _usage(event: Payload, outcome: Outcome) -> None:
+    usage = event.get("usage")
+    if usage:
+        outcome.output_tokens = usage.get("completion_tokens", outcome.output_tokens)
+        outcome.prompt_tokens = usage.get("prompt_tokens", outcome.prompt_tokens)
+
+
+def _read_completion(event: Payload, outcome: Outcome) -> bool:
+    _usage(event, outcome)
+    choices = event.get("choices")
+    if not choices:
+        return False
+    text = choices[0].get("text") or ""
+    outcome.text += text
+    # NOTE: a token that is half a character, or a special one, comes as a chunk of no text; it is still a token.
+    return bool(text) or choices[0].get("finish_reason") is None
+
+
+def _read_chat(event: Payload, outcome: Outcome) -> bool:
+    _usage(event, outcome)
+    choices = event.get("choices")
+    if not choices:
+        return False
+    delta = choices[0].get("delta") or {}
+    text = (delta.get("reasoning_content") or delta.get("reasoning") or "") + (delta.get("content") or "")
+    outcome.text += text
+    return bool(text)
+
+
+def _read_generate(event: Payload, outcome: Outcome) -> bool:
+    meta = event.get("meta_info") or {}
+    before = outcome.output_tokens
+    outcome.output_tokens = meta.get("completion_tokens", before)
+    outcome.prompt_tokens = meta.get("prompt_tokens", outcome.prompt_tokens)
+    outcome.text = event.get("text") or outcome.text  # cumulative
+    return outcome.output_tokens > before
+
+
+@dataclass(frozen=True)
+class Backend:
+    """``path``, how a request is built, how an event is read, and whether prompts may be token ids."""
+
+    path: str
+    build: Build
+    read: Read
+    takes_ids: bool = True
+
+
+_COMPLETIONS = Backend("/v1/completions", _completion, _read_completion)
+_CHAT = Backend("/v1/chat/completions", _chat, _read_chat, takes_ids=False)
+_NATIVE = Backend("/generate", _generate, _read_generate)
+BACKENDS = {
+    "glowplug": _COMPLETIONS, "glowplug-chat": _CHAT, "openai": _COMPLETIONS, "openai-chat": _CHAT,
+    "vllm": _COMPLETIONS, "vllm-chat": _CHAT, "sglang": _NATIVE, "sglang-oai": _COMPLETIONS, "sglang-oai-chat": _CHAT,
+}
+
+
+async def ask(target: Target, backend: Backend, prompt: Prompt, request: Request) -> Outcome:
+    """Send one prompt and read its whole stream. Never raises for what the server does: ``error`` says it."""
+    outcome = Outcome(prompt.input_len)
+    payload = backend.build(prompt, request)
+    outcome.start = time.perf_counter()
+    try:
+        async with Connection(target) as connection:
+            reply = await connection.request("POST", backend.path, payload)
+            if reply.status != 200:
+                body = (await reply.read()).decode(errors="replace")
+                outcome.error = f"HTTP {reply.status}: {body[:500]}"
+            else:
+                await _read_stream(reply.body, backend, outcome)
+    except (OSError, EOFError, ValueError) as error:
+        outcome.error = f"{type(error).__name__}: {error}"
+    outcome.end = outcome.arrivals[-1] if outcome.ok and outcome.arrivals else time.perf_counter()
+    if outcome.ok and not outcome.arrivals:
+        outcome.error = "the server sent no token"
+    return outcome
+
+
+async def _read_stream(body: Any, backend: Backend, outcome: Outcome) -> None:
+    async for data in events(body):
+        now = time.perf_counter()
+        event = orjson.loads(data)
+        if "error" in event:
+            outcome.error = f"in the stream: {event['error']}"[:500]
+        elif backend.read(event, outcome):
+            outcome.arrivals.append(now)
+    outcome.output_tokens = outcome.output_tokens or len(outcome.arrivals)

@@ -1,0 +1,5 @@
+"""Placeholder."""
+import argparse
+
+
+def configure(parser: argparse.ArgumentParser) -> None: ...

@@ -1,0 +1,73 @@
+"""How results reach people and files: aligned lines, tables, JSON and JSON lines."""
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+WIDTH = 50
+
+
+def heading(title: str, char: str = "=") -> str:
+    return f"{f' {title} ':{char}^{WIDTH}}"
+
+
+def line(label: str, value: object) -> str:
+    shown = f"{value:.2f}" if isinstance(value, float) else str(value)
+    return f"{label + ':':<40}{shown:>{WIDTH - 40}}"
+
+
+def serving_report(record: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequence[float]) -> str:
+    """The block that a person reads after a serving run."""
+    rows = [heading("Serving Benchmark Result"), line("Backend", record["backend"])]
+    rows += [line(label, record[key]) for label, key in (
+        ("Traffic request rate", "request_rate"), ("Max request concurrency", "max_concurrency"),
+        ("Successful requests", "completed"), ("Failed requests", "failed"),
+        ("Benchmark duration (s)", "duration"), ("Total input tokens", "total_input_tokens"),
+        ("Total generated tokens", "total_output_tokens"),
+        ("Total generated tokens (retokenized)", "total_output_tokens_retokenized"),
+        ("Request throughput (req/s)", "request_throughput"), ("Input token throughput (tok/s)", "input_throughput"),
+        ("Output token throughput (tok/s)", "output_throughput"),
+        ("Peak output token throughput (tok/s)", "max_output_tokens_per_s"),
+        ("Total token throughput (tok/s)", "total_token_throughput"), ("Request goodput (req/s)", "request_goodput"),
+        ("Concurrency", "concurrency"), ("Accept length", "accept_length"),
+    ) if record.get(key) is not None]
+    titles = {"e2el": "End-to-End Latency", "ttft": "Time to First Token", "tpot": "Time per Output Token",
+              "itl": "Inter-Token Latency"}
+    for metric in metrics:
+        rows.append(heading(titles[metric], "-"))
+        keys = [("Mean", "mean"), ("Median", "median"), ("Std", "std"),
+                *((f"P{percentile:g}", f"p{percentile:g}") for percentile in percentiles), ("Max", "max")]
+        rows += [line(f"{label} {metric.upper()} (ms)", record[f"{key}_{metric}_ms"]) for label, key in keys]
+    return "\n".join([*rows, "=" * WIDTH])
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table with aligned columns; floats with three digits after the point."""
+    cells = [[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+    widths = [max(len(column), *(len(row[i]) for row in cells), 3) for i, column in enumerate(columns)]
+    lines = [[column.ljust(width) for column, width in zip(columns, widths)], ["-" * width for width in widths]]
+    lines += [[cell.rjust(width) for cell, width in zip(row, widths)] for row in cells]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def plain(value: Any) -> Any:
+    """``value`` with NaN and infinities as strings: JSON has no word for them."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: plain(inner) for key, inner in value.items()}
+    return [plain(inner) for inner in value] if isinstance(value, list) else value
+
+
+def append_line(path: Path, record: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(plain(dict(record))) + "\n")
+
+
+def write_json(path: Path, record: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(plain(record), indent=1) + "\n", encoding="utf-8")

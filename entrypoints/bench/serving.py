@@ -1,0 +1,187 @@
+"""``glowplug bench serving``: load on a server, ours or another; options and result keys as vLLM's and SGLang's."""
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import math
+import random
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from glowplug.entrypoints.bench import datasets, metrics, report
+from glowplug.entrypoints.bench.backends import BACKENDS, Outcome, Request, ask
+from glowplug.entrypoints.bench.http_stream import Target, call
+from glowplug.entrypoints.bench.load import Load, drive, progress
+from glowplug.entrypoints.bench.serving_options import configure as configure
+
+FALLBACK_VOCAB = 1000  #: ids below this exist in every vocabulary we know of
+
+
+@dataclass(frozen=True)
+class Server:
+    """What the server says of itself before the run."""
+
+    model: str
+    vocab: int | None
+    info: dict[str, Any] | None
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 0 when every request succeeded, 1 when some failed, 2 when the run could not start."""
+    try:
+        return asyncio.run(_run(args))
+    except (OSError, ValueError) as error:
+        print(f"glowplug bench serving: {error}", file=sys.stderr)
+        return 2
+
+
+async def _run(args: argparse.Namespace) -> int:
+    target = _target(args)
+    server = await _look(target, args)
+    failed = 0
+    for concurrency, count in _sweep(args):
+        prompts = await _prompts(args, target, server, count)
+        record, outcomes = await _measure_one(args, target, server, prompts, concurrency)
+        failed += record["failed"]
+        print(report.serving_report(record, args.percentile_metrics, args.metric_percentiles), flush=True)
+        for error in sorted({outcome.error for outcome in outcomes if outcome.error})[:5]:
+            print(f"failed: {error}", file=sys.stderr)
+        _save(args, record, outcomes)
+    return 1 if failed else 0
+
+
+def _sweep(args: argparse.Namespace) -> list[tuple[int | None, int]]:
+    """(concurrency, prompts) of each run: two lists of equal length, or a single value for all."""
+    levels, counts = args.max_concurrency or [None], args.num_prompts
+    if len(counts) == 1:
+        counts = counts * len(levels)
+    if len(counts) != len(levels):
+        raise ValueError(f"--num-prompts has {len(counts)} values and --max-concurrency {len(levels)}")
+    return list(zip(levels, counts))
+
+
+def _target(args: argparse.Namespace) -> Target:
+    headers = [("Authorization", f"Bearer {args.api_key}")] if args.api_key else []
+    for pair in args.header:
+        name, separator, value = pair.partition("=")
+        if not separator:
+            raise ValueError(f"--header takes NAME=VALUE, not {pair!r}")
+        headers.append((name, value))
+    return Target(args.base_url or f"http://{args.host}:{args.port}", tuple(headers))
+
+
+async def _look(target: Target, args: argparse.Namespace) -> Server:
+    """Wait for the server (``--ready-check-timeout``), then ask its model's name and, where it says so, vocabulary."""
+    deadline = time.monotonic() + args.ready_check_timeout
+    while True:
+        try:
+            status, body = await call(target, "GET", "/v1/models")
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ConnectionError(f"no server at {target.base_url}: {error}") from error
+            await asyncio.sleep(0.5)
+    models = orjson.loads(body).get("data", []) if status == 200 else []
+    name = args.model or (models[0]["id"] if models else None)
+    if name is None:
+        raise ValueError(f"{target.base_url}/v1/models answered {status} and no --model is given")
+    info = await _json(target, "/server_info") or await _json(target, "/get_server_info")
+    described = await _json(target, "/get_model_info") or {}
+    vocab = described.get("vocab_size") or (info or {}).get("vocab_size")
+    return Server(name, vocab, info)
+
+
+async def _json(target: Target, path: str) -> dict[str, Any] | None:
+    status, body = await call(target, "GET", path)
+    try:
+        value = orjson.loads(body) if status == 200 else None
+    except orjson.JSONDecodeError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+async def _prompts(args: argparse.Namespace, target: Target, server: Server, count: int) -> list[datasets.Prompt]:
+    encode, decode, vocab = (datasets.file_tokenizer(args.tokenizer) if args.tokenizer else (None, None, None))
+    if args.dataset_name == "custom":
+        if not args.dataset_path:
+            raise ValueError("--dataset-name custom needs --dataset-path")
+        return datasets.custom_prompts(Path(args.dataset_path), count, args.random_output_len, encode)
+    rng = random.Random(args.seed)
+    as_text = args.prompt_format == "text" or not BACKENDS[args.backend].takes_ids
+    vocab = args.vocab_size or server.vocab or vocab or FALLBACK_VOCAB
+    if not as_text:
+        decode = None
+    elif decode is None:
+        decode = datasets.word_decoder(args.seed)
+    return datasets.random_prompts(rng, count, args.random_input_len, args.random_output_len,
+                                   args.random_range_ratio, vocab, decode)
+
+
+async def _measure_one(args: argparse.Namespace, target: Target, server: Server, prompts: list[datasets.Prompt],
+                       concurrency: int | None) -> tuple[metrics.Record, list[Outcome]]:
+    backend = BACKENDS[args.backend]
+    request = Request(server.model, args.temperature, not args.disable_ignore_eos, args.extra_request_body)
+    for _ in range(args.warmup_requests):
+        outcome = await ask(target, backend, prompts[0], request)
+        if not outcome.ok:
+            raise ValueError(f"the warm-up request failed: {outcome.error}")
+    if args.flush_cache:
+        await _expect_ok(target, "/flush_cache")
+    if args.profile:
+        await _expect_ok(target, "/start_profile")
+    done, close = progress(len(prompts), not args.disable_tqdm)
+    load = Load(args.request_rate, args.burstiness, concurrency, args.seed)
+    outcomes, duration = await drive(target, backend, request, prompts, load, done)
+    close()
+    if args.profile:
+        await _expect_ok(target, "/stop_profile")
+    record = _conditions(args, server, len(prompts), concurrency)
+    record |= metrics.measure(outcomes, duration, percentiles=args.metric_percentiles,
+                              goodput=metrics.parse_goodput(args.goodput))
+    record["total_output_tokens_retokenized"] = _retokenized(args, outcomes)
+    return record, outcomes
+
+
+async def _expect_ok(target: Target, path: str) -> None:
+    status, body = await call(target, "POST", path, {})
+    if status != 200:
+        raise ValueError(f"POST {path} answered {status}: {body.decode(errors='replace')[:300]}")
+
+
+def _retokenized(args: argparse.Namespace, outcomes: list[Outcome]) -> int | None:
+    """Output tokens counted again from the texts: shows a server that reports more tokens than it sends."""
+    if not args.tokenizer:
+        return None
+    encode, _, _ = datasets.file_tokenizer(args.tokenizer)
+    return sum(len(encode(outcome.text)) for outcome in outcomes if outcome.ok)
+
+
+def _conditions(args: argparse.Namespace, server: Server, count: int, concurrency: int | None) -> metrics.Record:
+    """The part of a record that says what was asked. ``server_info`` is what the server itself reports."""
+    rate = "inf" if math.isinf(args.request_rate) else args.request_rate
+    return {
+        "schema_version": metrics.SCHEMA_VERSION, "date": datetime.datetime.now().strftime("%Y%m%d-%H%M%S"),
+        "tag": args.tag, "label": args.tag, "backend": args.backend, "endpoint_type": args.backend,
+        "model_id": server.model, "tokenizer_id": args.tokenizer or server.model, "dataset_name": args.dataset_name,
+        "num_prompts": count, "request_rate": rate, "burstiness": args.burstiness, "max_concurrency": concurrency,
+        "random_input_len": args.random_input_len, "random_output_len": args.random_output_len,
+        "random_range_ratio": args.random_range_ratio, "seed": args.seed, "server_info": server.info,
+        "accept_length": ((server.info or {}).get("internal_states") or [{}])[0].get("avg_spec_accept_length"),
+    }
+
+
+def _save(args: argparse.Namespace, record: metrics.Record, outcomes: list[Outcome]) -> None:
+    whole = record | metrics.details(outcomes) if args.output_details else record
+    if args.output_file:
+        report.append_line(Path(args.output_file), whole)
+    if args.save_result:
+        model = record["model_id"].rsplit("/", 1)[-1]
+        level = f"-concurrency{record['max_concurrency']}" if record["max_concurrency"] else ""
+        name = f"{record['backend']}-{record['request_rate']}qps{level}-{model}-{record['date']}.json"
+        report.write_json(Path(args.result_dir) / (args.result_filename or name), whole)

@@ -1,0 +1,295 @@
+"""The load generator against a small server whose timing and faults are known."""
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import math
+import random
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from glowplug.entrypoints import bench
+from glowplug.entrypoints.bench import datasets, metrics, table
+from glowplug.entrypoints.bench.backends import BACKENDS, Outcome, Request, ask
+from glowplug.entrypoints.bench.http_stream import Target, events
+from glowplug.entrypoints.bench.load import Load, gaps
+
+FIRST, GAP = 0.05, 0.01  #: seconds before the first token, and between tokens
+
+
+class FakeServer:
+    """Speaks just enough HTTP: every route the benchmark uses, with a log of what was asked."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self.asked: list[tuple[str, dict]] = []
+        self.running = self.most = 0
+        self._ready = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+        assert self._ready.wait(10)
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+
+        async def start() -> None:
+            self._server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
+            self.port = self._server.sockets[0].getsockname()[1]
+            self._ready.set()
+
+        self._loop.run_until_complete(start())
+        self._loop.run_forever()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._server.close()
+
+    @property
+    def target(self) -> Target:
+        return Target(f"http://127.0.0.1:{self.port}")
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            path = head.split(" ")[1]
+            length = next(int(line.split(":")[1]) for line in head.split("\r\n") if line.startswith("Content-Length"))
+            body = json.loads(await reader.readexactly(length) or b"{}")
+            self.asked.append((path, body))
+            self.running += 1
+            self.most = max(self.most, self.running)
+            try:
+                await self._answer(path, body, writer)
+            finally:
+                self.running -= 1
+        writer.close()
+
+    async def _answer(self, path: str, body: dict, writer: asyncio.StreamWriter) -> None:
+        plain = {"/v1/models": {"data": [{"id": "tiny"}]}, "/server_info": {"version": "x"},
+                 "/get_model_info": {"vocab_size": 321}, "/flush_cache": {}}
+        if path in plain:
+            payload = json.dumps(plain[path]).encode()
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(payload), payload))
+        elif body.get("fault") == "refuse":
+            writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 4\r\n\r\nbad!")
+        else:
+            writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+            await self._stream(path, body, writer)
+        await writer.drain()
+
+    async def _stream(self, path: str, body: dict, writer: asyncio.StreamWriter) -> None:
+        async def send(data: bytes) -> None:
+            for piece in (data[:7], data[7:]):  # an event may be split anywhere
+                writer.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+                await writer.drain()
+
+        native = path == "/generate"
+        tokens = body["sampling_params"]["max_new_tokens"] if native else body["max_tokens"]
+        await asyncio.sleep(FIRST)
+        for index in range(tokens):
+            await send(b"data: " + json.dumps(self._event(path, index, tokens)).encode() + b"\n\n")
+            if body.get("fault") == "cut" and index == 1:
+                writer.write(b"0\r\n\r\n")
+                return
+            if body.get("fault") == "error" and index == 1:
+                await send(b'data: {"error": {"message": "engine died"}}\n\n')
+            await asyncio.sleep(GAP)
+        if not native:
+            usage = {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": tokens}}
+            await send(b"data: " + json.dumps(usage).encode() + b"\n\n")
+        await send(b"data: [DONE]\n\n")
+        writer.write(b"0\r\n\r\n")
+
+    @staticmethod
+    def _event(path: str, index: int, tokens: int) -> dict:
+        reason = "length" if index == tokens - 1 else None
+        if path == "/generate":
+            return {"text": "ab" * (index + 1), "meta_info": {"completion_tokens": index + 1, "prompt_tokens": 7}}
+        if path == "/v1/chat/completions":
+            return {"choices": [{"delta": {"content": "ab"}, "finish_reason": reason}]}
+        return {"choices": [{"text": "ab", "finish_reason": reason}]}
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    fake = FakeServer()
+    yield fake
+    fake.close()
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    bench.configure(parser)
+    return parser.parse_args(list(words))
+
+
+@pytest.mark.parametrize("name", sorted(BACKENDS))
+def test_every_backend_measures_what_the_server_did(server: FakeServer, name: str) -> None:
+    backend = BACKENDS[name]
+    prompt = datasets.Prompt(5, 6, text="hello", ids=[1, 2, 3, 4, 5] if backend.takes_ids else None)
+    outcome = asyncio.run(ask(server.target, backend, prompt, Request("tiny")))
+    assert outcome.ok, outcome.error
+    assert outcome.output_tokens == len(outcome.arrivals) == 6
+    assert outcome.prompt_tokens == 7
+    assert outcome.text == "ab" * 6
+    assert FIRST <= outcome.ttft < FIRST + 0.5
+    assert outcome.tpot >= GAP
+    assert len(outcome.itls) == 5
+    path, body = server.asked[-1]
+    assert path == backend.path
+    assert ("messages" in body) == path.endswith("chat/completions")
+
+
+@pytest.mark.parametrize(("fault", "said"), [("refuse", "HTTP 400"), ("cut", "[DONE]"), ("error", "engine died")])
+def test_a_fault_fails_its_request_and_is_named(server: FakeServer, fault: str, said: str) -> None:
+    request = Request("tiny", extra={"fault": fault})
+    outcome = asyncio.run(ask(server.target, BACKENDS["openai"], datasets.Prompt(1, 4, text="x"), request))
+    assert not outcome.ok
+    assert said in outcome.error
+
+
+def test_a_server_that_is_not_there_is_an_error_not_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    args = parsed("serving", "--port", "1", "--ready-check-timeout", "0")
+    assert bench.run(args) == 2
+    assert "no server at" in capsys.readouterr().err
+
+
+def test_a_sweep_writes_lines_that_the_table_reads(server: FakeServer, tmp_path: Path,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    lines = tmp_path / "x.jsonl"
+    args = parsed("serving", "--backend", "sglang", "--port", str(server.port), "--dataset-name", "random",
+                  "--random-input", "16", "--random-output", "5", "--random-range-ratio", "1", "--num-prompts", "3",
+                  "6", "--max-concurrency", "1", "3", "--flush-cache", "--output-file", str(lines), "--tag", "t",
+                  "--goodput", "ttft:100000", "--output-details", "--save-result", "--result-dir", str(tmp_path))
+    assert bench.run(args) == 0
+    first, second = (json.loads(line) for line in lines.read_text().splitlines())
+    assert (first["max_concurrency"], first["completed"], second["completed"]) == (1, 3, 6)
+    assert server.most == 3
+    assert first["total_output_tokens"] == 15
+    assert first["request_goodput"] == pytest.approx(first["request_throughput"])
+    assert [path for path, _ in server.asked].count("/flush_cache") == 2
+    ids = [body["input_ids"] for path, body in server.asked if path == "/generate"]
+    assert all(len(prompt) == 16 and max(prompt) < 321 for prompt in ids)
+    assert len(list(tmp_path.glob("sglang-infqps-concurrency*-tiny-*.json"))) == 2
+    assert "Successful requests" in capsys.readouterr().out
+    assert bench.run(parsed("table", str(lines), str(lines))) == 0
+    shown = capsys.readouterr().out
+    assert "per_user_throughput" in shown
+    assert "+0.0" in shown
+
+
+def test_failed_requests_are_counted_and_give_status_one(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    args = parsed("serving", "--port", str(server.port), "--num-prompts", "3", "--output-len", "4",
+                  "--warmup-requests", "0", "--extra-request-body", '{"fault": "cut"}')
+    assert bench.run(args) == 1
+    assert "without [DONE]" in capsys.readouterr().err
+
+
+VLLM_KEYS = """date backend model_id tokenizer_id num_prompts request_rate burstiness max_concurrency duration completed
+failed total_input_tokens total_output_tokens request_throughput request_goodput output_throughput
+total_token_throughput max_output_tokens_per_s max_concurrent_requests mean_ttft_ms median_ttft_ms std_ttft_ms
+p99_ttft_ms mean_tpot_ms median_tpot_ms std_tpot_ms p99_tpot_ms mean_itl_ms median_itl_ms std_itl_ms p99_itl_ms
+mean_e2el_ms median_e2el_ms std_e2el_ms p99_e2el_ms input_lens output_lens ttfts itls generated_texts errors""".split()
+SGLANG_KEYS = """tag server_info dataset_name random_input_len random_output_len random_range_ratio total_throughput
+input_throughput total_output_tokens_retokenized mean_e2e_latency_ms median_e2e_latency_ms std_e2e_latency_ms
+p99_e2e_latency_ms p95_itl_ms max_itl_ms concurrency accept_length schema_version per_user_throughput""".split()
+
+
+def test_records_carry_the_keys_of_both_tools(server: FakeServer, tmp_path: Path) -> None:
+    lines = tmp_path / "x.jsonl"
+    args = parsed("serving", "--backend", "vllm", "--base-url", f"http://127.0.0.1:{server.port}", "--num-prompts", "2",
+                  "--input-len", "4", "--output-len", "3", "--output-file", str(lines), "--output-details")
+    assert bench.run(args) == 0
+    record = json.loads(lines.read_text())
+    assert [key for key in VLLM_KEYS + SGLANG_KEYS if key not in record] == []
+
+
+def test_statistics_of_known_outcomes() -> None:
+    outcomes = [Outcome(10, start=0.0, end=1.0, arrivals=[0.2, 0.6, 1.0], output_tokens=3),
+                Outcome(20, start=0.5, end=3.5, arrivals=[1.5, 2.5, 3.5], output_tokens=3),
+                Outcome(99, start=0.5, end=0.6, error="refused")]
+    record = metrics.measure(outcomes, 4.0, percentiles=(50, 100), goodput={"ttft": 500.0})
+    assert (record["completed"], record["failed"]) == (2, 1)
+    assert (record["total_input_tokens"], record["total_output_tokens"]) == (30, 6)
+    assert record["output_throughput"] == pytest.approx(1.5)
+    assert record["mean_ttft_ms"] == pytest.approx(600)
+    assert record["mean_tpot_ms"] == pytest.approx(700)
+    assert record["p100_itl_ms"] == record["max_itl_ms"] == pytest.approx(1000)
+    assert record["median_e2el_ms"] == record["median_e2e_latency_ms"] == pytest.approx(2000)
+    assert record["request_goodput"] == pytest.approx(0.25)
+    assert record["max_concurrent_requests"] == 2
+    assert record["max_output_tokens_per_s"] == 2  # 0.2 and 0.6 in the first second, 1.0 and 1.5 in the next
+    assert record["per_user_throughput"] == pytest.approx(1e3 / 700)
+
+
+def test_no_successful_request_still_gives_a_record() -> None:
+    record = metrics.measure([Outcome(1, error="x")], 1.0)
+    assert record["completed"] == 0
+    assert record["mean_ttft_ms"] == 0
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_departures_keep_the_rate_and_the_shape(seed: int) -> None:
+    drawn = gaps(Load(rate=50.0, burstiness=1.0, seed=seed), 4000)
+    assert sum(drawn) == pytest.approx(80.0)
+    mean = sum(drawn) / len(drawn)
+    deviation = math.sqrt(sum((gap - mean) ** 2 for gap in drawn) / len(drawn))
+    assert deviation == pytest.approx(mean, rel=0.1)  # exponential gaps
+    assert set(gaps(Load(), 3)) == {0.0}
+
+
+def test_random_lengths_follow_the_ratio() -> None:
+    rng = random.Random(7)
+    assert set(datasets.random_lengths(rng, 100, 1.0, 50)) == {100}
+    spread = datasets.random_lengths(rng, 100, 0.5, 500)
+    assert min(spread) >= 50
+    assert max(spread) <= 100
+    assert len(set(spread)) > 20
+
+
+def test_prompts_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "one two"}\n{"conversations": [{"value": "three"}], "output_tokens": 9}\n')
+    prompts = datasets.custom_prompts(path, 3, 5, encode=lambda text: list(range(len(text.split()))))
+    assert [(p.text, p.input_len, p.output_len) for p in prompts] == [("one two", 2, 5), ("three", 1, 9),
+                                                                     ("one two", 2, 5)]
+    path.write_text('{"text": "x"}\n')
+    with pytest.raises(ValueError, match=":1: no"):
+        datasets.custom_prompts(path, 1, 5)
+
+
+@pytest.mark.parametrize("size", [1, 3, 64])
+def test_events_survive_any_split(size: int) -> None:
+    data = b'data: {"a": 1}\n\n: comment\n\ndata: {"b": "\xc3\xa9"}\r\n\r\ndata: [DONE]\n\n'
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for start in range(0, len(data), size):
+            yield data[start:start + size]
+
+    async def collect() -> list[bytes]:
+        return [event async for event in events(pieces())]
+
+    assert asyncio.run(collect()) == [b'{"a": 1}', b'{"b": "\xc3\xa9"}']
+
+
+@pytest.mark.parametrize("words", [
+    ("serving", "--goodput", "foo:1"), ("serving", "--max-concurrency", "1", "2", "--num-prompts", "1", "2", "3"),
+    ("serving", "--dataset-name", "custom"), ("serving", "--header", "novalue"), ("serving", "--base-url", "ftp://x")])
+def test_bad_options_end_with_a_message(server: FakeServer, words: tuple[str, ...],
+                                        capsys: pytest.CaptureFixture[str]) -> None:
+    args = parsed(*words, *(() if "--base-url" in words else ("--port", str(server.port))), "--warmup-requests", "0")
+    assert bench.run(args) == 2
+    assert "glowplug bench serving:" in capsys.readouterr().err
+
+
+def test_table_takes_records_of_other_tools() -> None:
+    cells = table.cells({"max_concurrency": 4, "mean_tpot_ms": 10.0}, list(table.COLUMNS))
+    assert cells[0] == 4
+    assert cells[-1] == pytest.approx(100.0)
+    assert cells[1] == "-"
