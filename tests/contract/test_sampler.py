@@ -1,0 +1,106 @@
+"""The built-in sampler against the conformance suite that third parties run on theirs."""
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from glowplug.core.protocols import Worker
+from glowplug.core.testing.sampler_suite import ROWS, Driver, SamplerSuite, decode_batch, make_params
+from glowplug.plugins.sampling.torch_sampler import FEATURES, TorchSamplerOptions, register_samplers
+from glowplug.plugins.sampling.torch_sampler_runtime import TorchSampler
+
+
+def make(device: str = "cpu") -> TorchSampler:
+    plan: Any = SimpleNamespace(seed=0)
+    return TorchSampler(TorchSamplerOptions(), plan, Worker(device=device))
+
+
+class TestTorchSampler(SamplerSuite):
+    def make(self) -> TorchSampler:
+        return make(self.device)
+
+
+@pytest.mark.gpu
+class TestTorchSamplerOnGpu(TestTorchSampler):
+    device = "cuda"
+
+    def test_same_tokens_as_on_the_cpu(self) -> None:
+        params, logits = self.mixed_params(), self.logits(ROWS)
+        drawn = []
+        for device in ("cpu", "cuda"):
+            driver = Driver(make(device), logits.shape[1], device)
+            for row in range(ROWS):
+                driver.join(row, params[row], [1, 2, 3], [4, 4, row % 30], [6])
+            drawn.append(driver.step(range(ROWS), [6] * ROWS, logits).tokens.tolist())
+        assert drawn[0] == drawn[1]
+
+    def test_no_synchronisation_in_a_step(self) -> None:
+        params, logits = self.mixed_params(), self.logits(ROWS).to("cuda")
+        driver = Driver(make("cuda"), logits.shape[1], "cuda")
+        for row in range(ROWS):
+            driver.join(row, params[row], [1, 2, 3], [4, 4], [6])
+        driver.step(range(ROWS), [5] * ROWS, logits)  # allocates
+        rows, positions = torch.arange(ROWS, device="cuda"), torch.full((ROWS,), 5, device="cuda")
+        counts = torch.ones(ROWS, dtype=torch.int32, device="cuda")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            driver.sampler.join(0, params[1], *_tokens(), frozenset({6}))
+            driver.sampler.plan_step(decode_batch(range(ROWS), [5] * ROWS))
+            sampled = driver.sampler.sample(logits, rows, positions)
+            driver.sampler.observe(sampled.tokens[:, None], counts, rows)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def _tokens() -> tuple[Any, int]:
+    return torch.tensor([1, 2, 3, 4], dtype=torch.int32).numpy(), 3
+
+
+def test_offers_what_it_honours() -> None:
+    (component,) = register_samplers()
+    assert component.name == "torch" and component.offers.deterministic and component.offers.overlap
+    params = make_params()
+    assert all(hasattr(params, feature) for feature in FEATURES)
+
+
+def test_greedy_batch_does_no_more_than_argmax() -> None:
+    """Requests that are greedy cost nothing for the sampling features they set, nor for rows that do not sample."""
+    sampler = make()
+    driver = Driver(sampler, 64, "cpu")
+    driver.join(0, make_params(temperature=0.0, top_p=0.5, top_k=7, min_p=0.1))
+    driver.join(1, make_params(temperature=1.0, frequency_penalty=1.0, logprobs=3))
+    batch = decode_batch([0, 1], [2, 2])
+    batch.samples[1] = False
+    sampler.plan_step(batch)
+    assert sampler._step == 0
+    sampler.plan_step(decode_batch([0, 1], [2, 2]))
+    assert sampler._step != 0
+
+
+def test_seed_of_the_plan_stands_in_for_a_missing_one() -> None:
+    logits, drawn = torch.zeros(1, 64), []
+    for seed in (3, 4):
+        sampler = TorchSampler(TorchSamplerOptions(), SimpleNamespace(seed=seed), Worker())  # type: ignore[arg-type]
+        driver = Driver(sampler, 64, "cpu")
+        driver.join(0, make_params(seed=None))
+        drawn.append(driver.many(0, logits, 50).tolist())
+        driver.join(1, make_params(seed=seed))
+        assert driver.many(1, logits, 50).tolist() == drawn[-1]
+    assert drawn[0] != drawn[1]
+
+
+def test_penalty_memory_follows_the_rows_that_need_it() -> None:
+    sampler = make()
+    driver = Driver(sampler, 1000, "cpu")
+    for row in range(ROWS):
+        driver.join(row, make_params())
+    assert len(sampler._penalties.state) == 1
+    for _ in range(5):
+        for row in range(6):
+            driver.join(row, make_params(presence_penalty=1.0))
+        for row in range(6):
+            sampler.leave(row)
+    assert len(sampler._penalties.state) <= 16
