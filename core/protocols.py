@@ -1,4 +1,4 @@
-"""What each slot's runtime object must do. At most six methods each; made by ``factory(options, plan, worker)``.
+"""What each slot's runtime object must do. A handful of methods each; made by ``factory(options, plan, worker)``.
 
 ``reserve`` (allocate every persistent buffer, once), ``plan_step`` (host work and copies, never captured) and the
 device-only methods mean the same in every slot. Shapes: B rows, T tokens, D decoding rows, W width, H heads,
@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 
 from glowplug.core.batch import Accepted, Batch, LogprobTensors, StepResult, StepShape
 from glowplug.core.facts import ModelFacts, TensorFact
+from glowplug.core.memory.allocator import PageAllocator
 from glowplug.core.memory.layout import KVLayout
 from glowplug.core.messages import Abort, Stats, StepOutput
 from glowplug.core.offers import Mode
 from glowplug.core.plan import EnginePlan
 from glowplug.core.request import SamplingParams, Sequence
+from glowplug.core.rows import SequenceTable
 
 if TYPE_CHECKING:
     import torch
@@ -357,6 +359,8 @@ class SpeculativeAlgorithm(Protocol):
 class PrefixCache(Protocol):
     """Remembers the pages of finished prefixes. Works in whole pages; tokens int32."""
 
+    shares: bool  #: False: ``match`` never finds anything, so callers may spare themselves the work
+
     def match(self, tokens: NDArray[np.int32], salt: str) -> PrefixMatch:
         """Longest cached prefix of ``tokens`` (whole pages) under ``salt``."""
         ...
@@ -404,7 +408,14 @@ class SchedulingPolicy(Protocol):
 
 
 class Scheduler(Protocol):
-    """Host only; deterministic: every rank runs the same one on the same messages."""
+    """Host only; deterministic: every rank runs the same one on the same messages.
+
+    ``next_batch`` may be called before the batch before has been committed; batches are committed in order.
+    """
+
+    def bind(self, table: SequenceTable, pages: PageAllocator, cache: PrefixCache, policy: SchedulingPolicy) -> None:
+        """Called once, while the rank is assembled. The scheduler is the only writer of ``table`` and ``pages``."""
+        ...
 
     def add(self, sequence: Sequence) -> None:
         """Queue it. QueueFull or RequestError when it may not enter."""
@@ -415,17 +426,28 @@ class Scheduler(Protocol):
         ...
 
     def next_batch(self) -> Batch | None:
-        """The next step, or None when there is nothing to do."""
+        """The next step. None: nothing to do, or nothing before the batches in flight are committed.
+
+        With no batch in flight and a sequence waiting or running it is never None.
+        """
         ...
 
     def commit(self, batch: Batch, result: StepResult) -> StepOutput:
         """Take in a step's tokens: append, finish, free. Stale rows are dropped."""
         ...
 
+    def take_pending(self) -> StepOutput | None:
+        """What happened outside ``commit`` (deadlines passed) and has not been reported by one; None: nothing."""
+        ...
+
     def load(self) -> Stats: ...
 
     def flush(self) -> bool:
         """Drop the prefix cache; False when sequences are running."""
+        ...
+
+    def check(self) -> dict[str, int]:
+        """Page accounting by owner; AssertionError with what is wrong."""
         ...
 
 
