@@ -113,6 +113,14 @@ class LLM:
         finally:
             self._abandon([stream])
 
+    def submit(self, prompt: Prompt, params: SamplingParams) -> Stream:
+        """Start one sequence and return at once (``params.n`` is ignored). Its deltas come from ``poll``."""
+        return self._submit(self._ids(prompt), params)
+
+    def poll(self) -> list[tuple[Stream, Delta]]:
+        """News of running sequences; [] when a second passes without any. One call, at most one engine step."""
+        return self._pump()
+
     def control(self, action: str, **args: Any) -> dict[str, Any]:
         """Ask the engine: "info", "flush", "check". RequestError when it refuses."""
         self._control_id += 1
