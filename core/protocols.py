@@ -174,12 +174,14 @@ class WeightTarget(Protocol):
         shape: shape it must have in the checkpoint.
         index: slices of it that this rank needs.
         optional: may be absent (then ``store`` is not called).
+        dtype: torch dtype name it must have in the checkpoint ("float8_e4m3fn"); None: any floating dtype.
     """
 
     name: str
     shape: tuple[int, ...]
     index: tuple[slice, ...]
     optional: bool
+    dtype: str | None
 
     def store(self, value: Tensor) -> None:
         """Receive the sliced tensor, in the checkpoint's dtype, on the CPU. Copies it into its final place."""
