@@ -208,10 +208,10 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _refuse_pickles(folder: Path) -> None:
-    pickles = sorted(file.name for file in folder.glob("*") if file.suffix in PICKLE_SUFFIXES) if folder.is_dir() else []
+    pickles = sorted(file.name for file in folder.glob("*") if file.suffix in PICKLE_SUFFIXES)
     if pickles:
-        raise WeightError(f"{folder}: only pickled weights were found ({_some(pickles)}); they can run code when opened "
-                          "and are never read. Convert them to safetensors")
+        raise WeightError(f"{folder}: only pickled weights were found ({_some(pickles)}); they can run code when they "
+                          "are opened and are never read. Convert them to safetensors")
 
 
 def _some(names: Iterable[str], limit: int = 5) -> str:

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from glowplug.core.batch import Batch
 from glowplug.core.offers import Mode
 from glowplug.core.protocols import Limits
-from torch import Tensor
 
 
 @dataclass
@@ -33,7 +34,7 @@ class World:
     pools: dict[str, Tensor] = field(default_factory=dict)
 
     def fill(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Random history under ``name``; the prefix goes into the pool, the step's own tokens are returned [T, *shape]."""
+        """Random history under ``name``: the prefix goes into the pool, the step's tokens are returned [T, *shape]."""
         pool = torch.full((self.num_pages * self.page_size, *shape), float("nan"))
         history = [torch.randn(row.length, *shape, generator=generator) for row in self.rows]
         for index, row in enumerate(self.rows):

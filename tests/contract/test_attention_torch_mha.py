@@ -7,13 +7,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from tests.contract.attention_world import Row, World, fake_plan, make_world, random_rows
+from torch import Tensor
+
 from glowplug.core.protocols import Worker
 from glowplug.kernels.mha import mha_reference
 from glowplug.plugins.attention.torch_mha import TorchMhaOptions
 from glowplug.plugins.attention.torch_mha_runtime import TorchMha
-from torch import Tensor
-
-from tests.contract.attention_world import Row, World, fake_plan, make_world, random_rows
 
 DIM = 8
 

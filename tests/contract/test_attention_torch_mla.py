@@ -7,13 +7,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from tests.contract.attention_world import Row, World, fake_plan, make_world, random_rows
+from torch import Tensor
+
 from glowplug.core.protocols import Worker
 from glowplug.kernels.mla import mla_reference
 from glowplug.plugins.attention.torch_mla import TorchMlaOptions, register_attention_backends
 from glowplug.plugins.attention.torch_mla_runtime import TorchMla
-from torch import Tensor
-
-from tests.contract.attention_world import Row, World, fake_plan, make_world, random_rows
 
 HEADS, NOPE, ROPE, VALUE, LATENT = 3, 8, 4, 6, 16
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from glowplug.kernels import mha, mla
 from glowplug.kernels.merge import merge_states, merge_states_reference
 
@@ -46,9 +47,11 @@ def test_mha_forms_agree(count: int, keys: int, heads: int, kv_heads: int, monke
     expected = mha.mha_reference(q, k, v, 0.4)
     hidden = torch.arange(keys) > (torch.arange(count) + keys - count).unsqueeze(1)
     bias = torch.zeros(1, count, keys).masked_fill_(hidden, float("-inf"))
-    torch.testing.assert_close(mha.attend(q[None], k[None], v[None], 0.4, bias)[0].double(), expected, rtol=1e-5, atol=1e-6)
+    whole = mha.attend(q[None], k[None], v[None], 0.4, bias)[0]
+    torch.testing.assert_close(whole.double(), expected, rtol=1e-5, atol=1e-6)
     if count == keys:
-        torch.testing.assert_close(mha.attend_causal(q[None], k[None], v[None], 0.4)[0].double(), expected, rtol=1e-5, atol=1e-6)
+        causal = mha.attend_causal(q[None], k[None], v[None], 0.4)[0]
+        torch.testing.assert_close(causal.double(), expected, rtol=1e-5, atol=1e-6)
     monkeypatch.setattr(mha, "MAX_SCORES", heads * keys * 3)  # blocks of three queries
     state = mha.partial_attention(q, k[keys - count :], v[keys - count :], 0.4, causal=True)
     for start in range(0, keys - count, 10):

@@ -1,0 +1,25 @@
+"""Synthetic weights: no file is read, every tensor is made from a seed and its own name."""
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from glowplug.core.component import Component
+from glowplug.core.hookspecs import hookimpl
+from glowplug.core.offers import WeightOffers
+from glowplug.core.options import WeightOptions
+
+
+class RandomOptions(WeightOptions):
+    use: Literal["random"] = "random"
+    seed: int | None = Field(None, ge=0, description="None: the engine's seed")
+
+
+@hookimpl
+def register_weight_sources() -> list[Component]:
+    return [Component(
+        name="random", options=RandomOptions,
+        factory="glowplug.plugins.weights.random_runtime:RandomSource",
+        offers=WeightOffers(formats=frozenset({"synthetic"})),
+        summary="seeded random weights of proper scale, without any file")]

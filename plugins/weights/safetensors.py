@@ -1,0 +1,25 @@
+"""Weights from safetensors files: checked before anything is allocated, then read in memory-mapped slices."""
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from glowplug.core.component import Component
+from glowplug.core.hookspecs import hookimpl
+from glowplug.core.offers import WeightOffers
+from glowplug.core.options import WeightOptions
+
+
+class SafetensorsOptions(WeightOptions):
+    use: Literal["safetensors"] = "safetensors"
+    progress: bool = Field(True, description="show a progress bar when standard error is a terminal")
+
+
+@hookimpl
+def register_weight_sources() -> list[Component]:
+    return [Component(
+        name="safetensors", options=SafetensorsOptions,
+        factory="glowplug.plugins.weights.safetensors_runtime:SafetensorsSource",
+        offers=WeightOffers(formats=frozenset({"safetensors"})),
+        summary="safetensors shards, preflighted and memory-mapped")]
