@@ -1,5 +1,166 @@
-"""Placeholder."""
+"""``glowplug bench compare-transformers``: this engine and transformers' generate on one checkpoint, in one run.
+
+Both sides are float32 on the CPU with the same number of threads, take turns in each round, and make the same number
+of greedy tokens from the same random prompts. Reported are medians over rounds. A last part serves the same requests
+over HTTP and compares with the offline engine.
+"""
+from __future__ import annotations
+
 import argparse
+import asyncio
+import random
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from glowplug.core.errors import GlowplugError
+from glowplug.entrypoints.bench import report
+from glowplug.entrypoints.bench.backends import BACKENDS, Request
+from glowplug.entrypoints.bench.datasets import Prompt
+from glowplug.entrypoints.bench.engine_options import add_engine_options, engine_config
+from glowplug.entrypoints.bench.http_stream import Target
+from glowplug.entrypoints.bench.load import Load, drive
+from glowplug.entrypoints.bench.local_server import LocalServer
+
+if TYPE_CHECKING:
+    from glowplug.entrypoints.bench.transformers_side import TransformersSide
+    from glowplug.entrypoints.llm import LLM
+
+Ids = list[list[int]]
 
 
-def configure(parser: argparse.ArgumentParser) -> None: ...
+def configure(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("comparison")
+    group.add_argument("--input-len", type=int, default=64)
+    group.add_argument("--output-len", type=int, default=64)
+    group.add_argument("--concurrency", type=int, default=16, help="requests at once on our side, one by one on theirs")
+    group.add_argument("--reference-requests", type=int, help="one-by-one requests on their side; default: as many")
+    group.add_argument("--repeat", type=int, default=3, help="rounds; medians are reported")
+    group.add_argument("--threads", type=int, help="torch threads of both sides; default: torch's own choice")
+    group.add_argument("--skip-serving", action="store_true", help="leave out the part over HTTP")
+    group.add_argument("--result-filename", "--output-file", default=None, metavar="FILE", help="write JSON here")
+    add_engine_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        config = {**engine_config(args), "dtype": "float32", "device": "cpu"}
+        result = compare(args, config)
+    except (GlowplugError, ImportError, RuntimeError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print("\n".join(report.line(key, value) for key, value in result.items() if not isinstance(value, dict)))
+    if args.result_filename:
+        report.write_json(Path(args.result_filename), result)
+    return 0
+
+
+def compare(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]:
+    """The whole comparison as one record. Rates in output tokens a second."""
+    import torch
+
+    from glowplug.entrypoints.llm import LLM
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    with LLM(**config, skip_tokenizer=True) as llm:
+        rng = random.Random(llm.plan.seed)
+        vocab = llm.plan.facts.model.vocab_size
+        rounds = [[[rng.randrange(vocab) for _ in range(args.input_len)] for _ in range(args.concurrency)]
+                  for _ in range(args.repeat + 1)]
+        result = _conditions(args, llm) | _sides(args, llm, rounds)
+        if not args.skip_serving:
+            result |= _serving(args, llm, config, rounds[1:])
+    return result
+
+
+def _sides(args: argparse.Namespace, llm: LLM, rounds: list[Ids]) -> dict[str, Any]:
+    from glowplug.entrypoints.bench.transformers_side import TransformersSide
+
+    theirs = TransformersSide(llm.plan.facts.model.path)
+    names = ("ours_batch1", "theirs_batch1", "ours_concurrent", "theirs_one_by_one")
+    rates: dict[str, list[float]] = {name: [] for name in names}
+    agreed = []
+    for number, prompts in enumerate(rounds):
+        one, tokens = _ours(llm, prompts[:1], args.output_len)
+        expected, their_seconds = theirs.generate(prompts[0], args.output_len)
+        many, _ = _ours(llm, prompts, args.output_len)
+        if number == 0:
+            continue  # warm-up of both
+        some = prompts[:args.reference_requests or len(prompts)]
+        rates["ours_batch1"].append(one)
+        rates["theirs_batch1"].append(args.output_len / their_seconds)
+        rates["ours_concurrent"].append(many)
+        rates["theirs_one_by_one"].append(_one_by_one(theirs, some, args.output_len))
+        agreed.append(_agreement(tokens[0], expected))
+    found = {name: median(values) for name, values in rates.items()}
+    return {
+        "transformers": theirs.version, **{f"{name}_tokens_per_s": value for name, value in found.items()},
+        "speedup_batch1": found["ours_batch1"] / found["theirs_batch1"],
+        "speedup_concurrent": found["ours_concurrent"] / found["theirs_one_by_one"],
+        "equal_prefix_of_greedy_tokens": median(agreed), "all_rates": rates,
+    }
+
+
+def _ours(llm: LLM, prompts: Ids, count: int) -> tuple[float, Ids]:
+    """(output tokens a second, the tokens) of one ``generate`` call."""
+    from glowplug.core.request import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+    started = time.perf_counter()
+    results = llm.generate(prompts, params)
+    seconds = time.perf_counter() - started
+    return len(prompts) * count / seconds, [result.token_ids for result in results]
+
+
+def _one_by_one(theirs: TransformersSide, prompts: Ids, count: int) -> float:
+    return len(prompts) * count / sum(theirs.generate(prompt, count)[1] for prompt in prompts)
+
+
+def _agreement(ours: list[int], expected: list[int]) -> float:
+    """Share of the tokens before the first difference."""
+    same = 0
+    for left, right in zip(ours, expected):
+        if left != right:
+            break
+        same += 1
+    return same / len(expected)
+
+
+def _serving(args: argparse.Namespace, llm: LLM, config: dict[str, Any], rounds: list[Ids]) -> dict[str, Any]:
+    """The same requests offline and through a server of its own, in turns."""
+    offline, served = [], []
+    with LocalServer(config, threads=args.threads) as server:
+        target = Target(server.base_url)
+        _served(target, rounds[0], args.output_len)  # warm-up
+        for prompts in rounds:
+            offline.append(_ours(llm, prompts, args.output_len)[0])
+            served.append(_served(target, prompts, args.output_len))
+    return {"offline_tokens_per_s": median(offline), "serving_tokens_per_s": median(served),
+            "serving_cost": 1.0 - median(served) / median(offline)}
+
+
+def _served(target: Target, prompts: Ids, count: int) -> float:
+    requests = [Prompt(len(ids), count, ids=ids) for ids in prompts]
+    outcomes, seconds = asyncio.run(drive(target, BACKENDS["glowplug"], Request("embedded"), requests, Load(),
+                                          lambda: None))
+    failed = [outcome.error for outcome in outcomes if not outcome.ok]
+    if failed:
+        raise RuntimeError(f"{len(failed)} served requests failed: {failed[0]}")
+    return sum(outcome.output_tokens for outcome in outcomes) / seconds
+
+
+def _conditions(args: argparse.Namespace, llm: LLM) -> dict[str, Any]:
+    import platform
+
+    import torch
+
+    plan = llm.plan
+    return {
+        "model": plan.model, "architecture": plan.facts.model.architecture, "dtype": plan.dtype, "device": plan.device,
+        "torch": torch.__version__, "threads": torch.get_num_threads(), "machine": platform.machine(),
+        "python": platform.python_version(), "input_len": args.input_len, "output_len": args.output_len,
+        "concurrency": args.concurrency, "rounds": args.repeat,
+    }

@@ -1,5 +1,70 @@
-"""Placeholder."""
+"""``glowplug bench offline``: throughput of the offline engine on random prompts, continuous batching included."""
+from __future__ import annotations
+
 import argparse
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from glowplug.core.errors import GlowplugError
+from glowplug.entrypoints.bench import report
+from glowplug.entrypoints.bench.datasets import random_lengths
+from glowplug.entrypoints.bench.engine_options import add_engine_options, engine_config
 
 
-def configure(parser: argparse.ArgumentParser) -> None: ...
+def configure(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("load")
+    group.add_argument("--num-prompts", type=int, default=64)
+    group.add_argument("--random-input-len", "--random-input", "--input-len", type=int, default=256)
+    group.add_argument("--random-output-len", "--random-output", "--output-len", type=int, default=64)
+    group.add_argument("--random-range-ratio", type=float, default=1.0, help="lengths in [length * ratio, length]")
+    group.add_argument("--repeat", type=int, default=3, help="runs; the one of median duration is reported")
+    group.add_argument("--result-filename", "--output-file", default=None, metavar="FILE", help="append a JSON line")
+    add_engine_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        config = {"skip_tokenizer": True, **engine_config(args)}
+        records = _measure(args, config)
+    except (GlowplugError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    found = sorted(records, key=lambda record: record["duration"])[(len(records) - 1) // 2]
+    print("\n".join(report.line(key, value) for key, value in found.items()))
+    if args.result_filename:
+        report.append_line(Path(args.result_filename), found)
+    return 0
+
+
+def _measure(args: argparse.Namespace, config: dict[str, Any]) -> list[dict[str, Any]]:
+    from glowplug.core.request import SamplingParams
+    from glowplug.entrypoints.llm import LLM
+
+    with LLM(**config) as llm:
+        rng = random.Random(llm.plan.seed)
+        vocab = llm.plan.facts.model.vocab_size
+        inputs = random_lengths(rng, args.random_input_len, args.random_range_ratio, args.num_prompts)
+        outputs = random_lengths(rng, args.random_output_len, args.random_range_ratio, args.num_prompts)
+        params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in outputs]
+        records = []
+        for index in range(args.repeat + 1):
+            prompts = [[rng.randrange(vocab) for _ in range(length)] for length in inputs]
+            started = time.perf_counter()
+            done = llm.generate(prompts, params)
+            duration = time.perf_counter() - started
+            if index:  # the first run warms up
+                generated = sum(len(result.token_ids) for result in done)
+                records.append(_record(args, llm.plan.device, sum(inputs), generated, duration))
+    return records
+
+
+def _record(args: argparse.Namespace, device: str, prompt: int, generated: int, duration: float) -> dict[str, Any]:
+    return {
+        "num_prompts": args.num_prompts, "total_input_tokens": prompt, "total_output_tokens": generated,
+        "duration": duration, "request_throughput": args.num_prompts / duration, "input_throughput": prompt / duration,
+        "output_throughput": generated / duration, "total_throughput": (prompt + generated) / duration,
+        "runs": args.repeat, "device": device,
+    }

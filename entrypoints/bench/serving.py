@@ -43,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
 async def _run(args: argparse.Namespace) -> int:
     target = _target(args)
+    metrics.parse_goodput(args.goodput)  # a bad one ends the run before it starts
     server = await _look(target, args)
     failed = 0
     for concurrency, count in _sweep(args):

@@ -184,7 +184,7 @@ def test_a_sweep_writes_lines_that_the_table_reads(server: FakeServer, tmp_path:
     assert "+0.0" in shown
 
 
-def test_failed_requests_are_counted_and_give_status_one(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_requests_give_status_one(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     args = parsed("serving", "--port", str(server.port), "--num-prompts", "3", "--output-len", "4",
                   "--warmup-requests", "0", "--extra-request-body", '{"fault": "cut"}')
     assert bench.run(args) == 1

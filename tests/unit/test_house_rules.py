@@ -9,10 +9,10 @@ import typing
 from glowplug.core import hookspecs, offers, options, protocols
 from glowplug.core.component import Options
 from glowplug.core.slots import BY_NAME, SLOTS
-from source_tree import ROOT, dotted, name_of, sources, tree
+from tests.source_tree import ROOT, dotted, name_of, sources, tree
 
 #: debug switches and standard variables that may be read, with the file that reads them
-ENVIRONMENT_READERS: set[str] = set()
+ENVIRONMENT_READERS = {"core/profiling.py", "entrypoints/bench/local_server.py"}
 IDENTITY = {"name", "use", "algorithm"}
 
 

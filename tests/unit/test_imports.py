@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from source_tree import ROOT, imported, name_of, sources
+
+from tests.source_tree import ROOT, imported, name_of, sources
 
 #: package -> which of our packages it may import
 MAY_IMPORT = {

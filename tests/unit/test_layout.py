@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from source_tree import PACKAGES, ROOT, name_of, sources
+from tests.source_tree import PACKAGES, ROOT, name_of, sources
 
 
 def test_links_and_top_level_packages_agree() -> None:

@@ -5,7 +5,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from source_tree import ROOT, dotted, imported, name_of, sources
+from tests.source_tree import ROOT, dotted, imported, name_of, sources
 
 FORBIDDEN_MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 FORBIDDEN_CALLS = {"torch.load", "torch.save", "numpy.load", "np.load", "yaml.load", "yaml.unsafe_load",

@@ -5,7 +5,7 @@ import ast
 from pathlib import Path
 from statistics import median
 
-from source_tree import PACKAGES, ROOT, name_of, sources, tree
+from tests.source_tree import PACKAGES, ROOT, name_of, sources, tree
 
 FILE_LINES = 400
 FUNCTION_LINES = 60

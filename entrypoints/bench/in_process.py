@@ -1,0 +1,90 @@
+"""What the in-process benchmarks share: engine options, a static batch with its step times, several runs' median."""
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from glowplug.entrypoints.llm import LLM
+
+
+@dataclass(frozen=True)
+class BatchTimes:
+    """One static batch, from submit to the last token. Seconds.
+
+    Attributes:
+        batch, input_len, output_len: its shape, in sequences and tokens.
+        prefill: until every sequence had its first token.
+        decodes: one entry a decode step, ``batch`` tokens each.
+    """
+
+    batch: int
+    input_len: int
+    output_len: int
+    prefill: float
+    decodes: tuple[float, ...]
+
+    @property
+    def total(self) -> float:
+        return self.prefill + sum(self.decodes)
+
+    @property
+    def prefill_throughput(self) -> float:
+        """Prompt tokens a second."""
+        return self.batch * self.input_len / self.prefill
+
+    @property
+    def median_decode(self) -> float:
+        return float(np.median(self.decodes)) if self.decodes else 0.0
+
+    @property
+    def decode_throughput(self) -> float:
+        """Tokens a second at the median step; 0 when there was no decode step."""
+        return self.batch / self.median_decode if self.decodes else 0.0
+
+    @property
+    def throughput(self) -> float:
+        """Prompt and output tokens a second over the whole."""
+        return self.batch * (self.input_len + self.output_len) / self.total
+
+
+def random_ids(rng: random.Random, batch: int, length: int, vocab: int) -> list[list[int]]:
+    return [[rng.randrange(vocab) for _ in range(length)] for _ in range(batch)]
+
+
+def run_static_batch(llm: LLM, prompts: Sequence[list[int]], output_len: int) -> BatchTimes:
+    """All prompts at once, ``output_len`` tokens each, end-of-sequence ignored. Nothing else may run in ``llm``."""
+    from glowplug.core.request import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+    begun = time.perf_counter()
+    waiting = {llm.submit(prompt, params) for prompt in prompts}
+    open_streams = set(waiting)
+    prefill, marks = 0.0, []
+    while open_streams:
+        deltas = llm.poll()
+        if not deltas:
+            continue
+        now = time.perf_counter()
+        for stream, delta in deltas:
+            if delta.token_ids:
+                waiting.discard(stream)
+            if stream.done:
+                open_streams.discard(stream)
+        if waiting:
+            continue
+        if not prefill:
+            prefill = now - begun
+        marks.append(now)
+    decodes = tuple(later - earlier for earlier, later in zip(marks, marks[1:]))
+    return BatchTimes(len(prompts), len(prompts[0]), output_len, prefill, decodes[:output_len - 1])
+
+
+def median_run(runs: Sequence[BatchTimes]) -> BatchTimes:
+    """The run of median total time (the lower of the middle two)."""
+    return sorted(runs, key=lambda run: run.total)[(len(runs) - 1) // 2]

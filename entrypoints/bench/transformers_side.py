@@ -1,0 +1,36 @@
+"""transformers' ``generate`` as the other side of a comparison. The only module that imports transformers."""
+from __future__ import annotations
+
+import time
+import warnings
+from typing import Any
+
+
+class TransformersSide:
+    """One checkpoint in float32 under ``AutoModelForCausalLM``, greedy, one prompt at a time, with its KV cache.
+
+    An FP8 checkpoint needs accelerate and is dequantized while it loads, so the multiplications are float32 ones.
+    """
+
+    def __init__(self, folder: str) -> None:
+        import torch
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model = model.eval()
+        self.version = transformers.__version__
+
+    def generate(self, prompt: list[int], count: int) -> tuple[list[int], float]:
+        """Exactly ``count`` greedy tokens after ``prompt``, and the seconds they took."""
+        import torch
+
+        ids = torch.tensor([prompt])
+        started = time.perf_counter()
+        with torch.inference_mode():
+            out = self.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count,
+                                      min_new_tokens=count, pad_token_id=0)
+        seconds = time.perf_counter() - started
+        return out[0, len(prompt):].tolist(), seconds
