@@ -1,0 +1,123 @@
+"""The same greedy tokens and the same logits, however the work is cut: batch, chunks, cache, overlap, preemption."""
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from glowplug import LLM, SamplingParams
+from glowplug.entrypoints.llm import Completion
+from tests.tiny import VOCAB, write_config
+
+PROMPTS = 12
+PARAMS = SamplingParams(temperature=0.0, max_tokens=24, logprobs=5, ignore_eos=True)
+TOLERANCE = 1e-5
+
+
+def prompts() -> list[list[int]]:
+    """Uneven lengths around page and chunk borders, with shared prefixes so that the cache has something to do."""
+    rng = np.random.default_rng(11)
+    shared = rng.integers(2, VOCAB, 40).tolist()
+    lengths = [1, 2, 15, 16, 17, 31, 32, 33, 47, 64, 65, 90]
+    return [(shared[: min(40, n // 2)] + rng.integers(2, VOCAB, n).tolist())[:n] for n in lengths]
+
+
+def engine(folder: Path, **config: Any) -> LLM:
+    base: dict[str, Any] = {"weights": {"use": "random"}, "skip_tokenizer": True, "dtype": "float32",
+                            "context_length": 256, "memory": {"kv_tokens": 4096}}
+    for key, value in config.items():
+        base[key] = {**base[key], **value} if isinstance(base.get(key), dict) and isinstance(value, dict) else value
+    return LLM(model=str(folder), **base)
+
+
+def same(got: list[Completion], want: list[Completion]) -> None:
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert a.token_ids == b.token_ids, f"prompt {i}: tokens differ"
+        assert a.logprobs is not None and b.logprobs is not None
+        worst = max(abs(x - y) for x, y in zip(a.logprobs.token, b.logprobs.token, strict=True))
+        assert worst < TOLERANCE and math.isfinite(worst), f"prompt {i}: log-probabilities differ by {worst}"
+
+
+@pytest.fixture(scope="module", params=["v3", "v2", "llama", "v3_fp8"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[Completion]:
+    """The reference: one request at a time, whole prompts, no cache, no overlap, un-absorbed where that exists."""
+    naive: dict[str, Any] = {} if "llama" in folder.name else {"attention": {"use": "torch_mla", "absorb": False}}
+    with engine(folder, cache={"use": "none"}, scheduler={"overlap": False}, **naive) as llm:
+        return [llm.generate([ids], PARAMS)[0] for ids in prompts()]
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "batched": {},
+    "no_overlap": {"scheduler": {"overlap": False}},
+    "no_cache": {"cache": {"use": "none"}},
+    "chunked": {"scheduler": {"chunk_size": 7}},
+    "chunked_one": {"scheduler": {"chunk_size": 1, "max_running_requests": 3}},
+    "unmixed": {"scheduler": {"mixed": False, "chunk_size": 16}},
+    "page_1": {"attention": {"page_size": 1}},
+    "page_64": {"attention": {"page_size": 64}},
+    "two_rows": {"scheduler": {"max_running_requests": 2}},
+    "preempted": {"memory": {"kv_tokens": 288}},
+    "preempted_no_overlap": {"memory": {"kv_tokens": 288}, "scheduler": {"overlap": False}},
+    "preempted_chunked": {"memory": {"kv_tokens": 288}, "scheduler": {"chunk_size": 9}},
+    "priority": {"policy": {"use": "priority"}},
+    "longest_prefix": {"policy": {"use": "longest_prefix"}},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_same_tokens_and_logits(folder: Path, alone: list[Completion], variant: str) -> None:
+    with engine(folder, **VARIANTS[variant]) as llm:
+        first = llm.generate(prompts(), PARAMS)
+        again = llm.generate(prompts()[::-1], PARAMS)[::-1]  # another order; now with a warm cache
+        stats = llm.stats
+        llm.control("check")
+    same(first, alone)
+    same(again, alone)
+    if variant.startswith("preempted"):
+        assert stats.preemptions > 0, "the pool was meant to be too small"
+    if variant not in ("no_cache",):
+        assert sum(c.cached_tokens for c in again) > 0, "a warm cache was meant to be hit"
+    assert stats.pages_free + stats.pages_evictable == stats.pages_total - 1
+
+
+def test_absorbed_or_not(folder: Path, alone: list[Completion]) -> None:
+    if "llama" in folder.name:
+        pytest.skip("absorption exists for MLA only")
+    for absorb in (True, False):
+        with engine(folder, attention={"use": "torch_mla", "absorb": absorb}) as llm:
+            same(llm.generate(prompts(), PARAMS), alone)
+
+
+@pytest.mark.parametrize("size", [2, 8, 32])
+def test_batch_sizes(folder: Path, alone: list[Completion], size: int) -> None:
+    """Copies of one prompt beside others: every copy gives the reference's tokens."""
+    many = (prompts() * 3)[:size]
+    want = (alone * 3)[:size]
+    with engine(folder, scheduler={"max_running_requests": size}) as llm:
+        same(llm.generate(many, PARAMS), want)
+
+
+def test_multiprocess_gives_the_same(folder: Path, alone: list[Completion]) -> None:
+    with engine(folder, executor={"use": "multiprocess"}) as llm:
+        same(llm.generate(prompts(), PARAMS), alone)
+
+
+@pytest.mark.parametrize("params", [
+    SamplingParams(temperature=0.8, seed=5, max_tokens=16, ignore_eos=True),
+    SamplingParams(temperature=1.2, top_k=20, top_p=0.9, min_p=0.02, seed=7, max_tokens=16, ignore_eos=True,
+                   presence_penalty=0.5, frequency_penalty=0.3, repetition_penalty=1.1),
+], ids=["plain", "everything"])
+def test_seeded_sampling_is_as_invariant(folder: Path, params: SamplingParams) -> None:
+    with engine(folder, cache={"use": "none"}, scheduler={"overlap": False}) as llm:
+        want = [llm.generate([ids], params)[0].token_ids for ids in prompts()]
+    for config in ({}, {"memory": {"kv_tokens": 256}}, {"scheduler": {"chunk_size": 5}}):
+        with engine(folder, **config) as llm:
+            assert [c.token_ids for c in llm.generate(prompts(), params)] == want
