@@ -111,30 +111,31 @@ class MemoryOptions(Section):
 
 
 class ServerOptions(Section):
-    host: str = "127.0.0.1"
-    port: int = Field(30000, ge=0, le=65535)
+    host: str = Field("127.0.0.1", description="address the HTTP listener binds; nothing else listens")
+    port: int = Field(30000, ge=0, le=65535, description="0: a free one")
     api_key: str | None = Field(None, description="required from clients as a bearer token")
     admin_api_key: str | None = Field(None, description="required for admin routes; None: api_key opens them")
-    served_model_name: str | None = None
-    max_body_bytes: int = Field(32 << 20, ge=1024)
+    served_model_name: str | None = Field(None, description="name in /v1/models; None: the model as configured")
+    max_body_bytes: int = Field(32 << 20, ge=1024, description="a longer request body is answered 413")
     max_prompt_bytes: int | None = Field(None, ge=1, description="None: 16 bytes a token of context")
     max_choices: int = Field(512, ge=1, description="most n x prompts in one request")
     request_timeout: float = Field(0.0, ge=0, description="seconds; 0: none")
     queue_timeout: float = Field(0.0, ge=0, description="seconds a request may wait; 0: none")
     drain_timeout: float = Field(30.0, ge=0, description="seconds running requests get after SIGTERM")
-    cors_origins: tuple[str, ...] = ()
-    open_routes: tuple[str, ...] = ("/health", "/ready", "/metrics")
-    default_max_tokens: int | None = Field(None, ge=1, description="None: what the context leaves (chat), 16 (completions)")
+    cors_origins: tuple[str, ...] = Field((), description="origins browsers may call from; none by default")
+    open_routes: tuple[str, ...] = Field(("/health", "/ready", "/metrics"), description="routes that need no key")
+    default_max_tokens: int | None = Field(
+        None, ge=1, description="None: what the context leaves (chat), 16 (completions)")
     emit_reasoning_alias: bool = Field(True, description="also emit reasoning_content under the name reasoning")
-    tokenizer_threads: int = Field(2, ge=1, le=64)
+    tokenizer_threads: int = Field(2, ge=1, le=64, description="threads for templates and tokenization")
 
 
 class LogOptions(Section):
-    level: Literal["debug", "info", "warning", "error"] = "info"
-    format: Literal["human", "json"] = "human"
+    level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level shown")
+    format: Literal["human", "json"] = Field("human", description="json: one object a line")
     stats_interval: float = Field(10.0, ge=0, description="seconds between statistics lines; 0: none")
 
 
 class MetricsOptions(Section):
-    enabled: bool = True
+    enabled: bool = Field(True, description="serve /metrics")
     compat: tuple[Literal["vllm", "sglang"], ...] = Field((), description="also export core series under these names")

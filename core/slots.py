@@ -33,7 +33,8 @@ class Slot:
 SLOTS: tuple[Slot, ...] = (
     Slot("model", "register_models", "", "auto", "ModelOffers", "ModelFamily", step=True),
     Slot("weights", "register_weight_sources", "weights", "auto", "WeightOffers", "WeightSource"),
-    Slot("attention", "register_attention_backends", "attention", "auto", "AttentionOffers", "AttentionBackend", step=True),
+    Slot("attention", "register_attention_backends", "attention", "auto", "AttentionOffers", "AttentionBackend",
+         step=True),
     Slot("quantization", "register_quantization_schemes", "quantization", "auto", "QuantizationOffers",
          "QuantizationScheme", step=True),
     Slot("parallel", "register_parallel_strategies", "parallel", "single", "ParallelOffers", "ParallelStrategy",

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from tests.source_tree import PACKAGES, ROOT, name_of, sources
 
 

@@ -5,6 +5,7 @@ import ast
 from pathlib import Path
 
 import pytest
+
 from tests.source_tree import ROOT, dotted, imported, name_of, sources
 
 FORBIDDEN_MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
