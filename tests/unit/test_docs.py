@@ -1,0 +1,121 @@
+"""The documentation says what the code does: generated pages are current, commands print what is shown, examples plan."""
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from glowplug.core import hookspecs
+from tests.source_tree import ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", ROOT / "CHANGELOG.md",
+         *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "models").rglob("*.md"))]
+EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.*"))
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def blocks(language: str) -> Iterator[tuple[str, str]]:
+    """(page, text) of every fenced block of a language."""
+    for page in PAGES:
+        for match in FENCE.finditer(page.read_text(encoding="utf-8")):
+            if match.group(1) == language:
+                yield page.relative_to(ROOT).as_posix(), match.group(2)
+
+
+def glowplug(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "glowplug", *words], capture_output=True, text=True, timeout=120,
+                          cwd=ROOT, env={"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin", "COLUMNS": "120"},
+                          check=False)
+
+
+def test_generated_pages_are_current() -> None:
+    assert generator().main(check=True) == 0, "run `make docs` and commit what it writes"
+
+
+def test_every_hook_and_option_has_its_line() -> None:
+    """The generator leaves nothing out: counted against the code, not against itself."""
+    hooks = (ROOT / "docs" / "hooks.md").read_text()
+    names = [name for name, value in vars(hookspecs).items()
+             if inspect.isfunction(value) and hasattr(value, f"{hookspecs.PROJECT}_spec")]
+    assert len(names) > 20
+    assert [name for name in names if f"### `{name}`" not in hooks] == []
+    options = (ROOT / "docs" / "options.md").read_text()
+    module = generator()
+    for slot in module.SLOTS:
+        for found in module.built_ins().components(slot.name):
+            component = found.component
+            if slot.section:
+                assert f'### `use = "{component.name}"`' in options
+            for name, field in component.options.model_fields.items():
+                assert name == "use" or f"| `{name}` |" in options, (component.name, name)
+                assert name == "use" or module.cell(field.description or "?") in options, (component.name, name)
+
+
+COMMANDS = [(page, command, output) for page, text in blocks("console")
+            for command, output in re.findall(r"^\$ glowplug ([^\n]*)\n((?:(?!\$ ).*\n)*)", text, re.MULTILINE)]
+
+
+@pytest.mark.parametrize(("page", "command", "output"), COMMANDS, ids=[f"{p}:{c[:40]}" for p, c, _ in COMMANDS])
+def test_commands_print_what_is_shown(page: str, command: str, output: str) -> None:
+    """A block marked ``console`` holds real commands with their real output, the version's digits aside."""
+    done = glowplug(*command.split())
+    shown = [line.rstrip() for line in output.strip().splitlines()]
+    printed = [line.rstrip() for line in (done.stdout + done.stderr).strip().splitlines()]
+    assert printed == shown, f"{page}: `glowplug {command}` now prints\n" + "\n".join(printed)
+
+
+def test_the_readme_shows_a_plan() -> None:
+    assert any(page == "README.md" and command.startswith("check") for page, command, _ in COMMANDS)
+
+
+CONFIGS = [(page, language, text) for language in ("toml", "yaml", "json") for page, text in blocks(language)
+           if re.search(r"\bmodel\b\"?\s*[:=]", text)]
+
+
+@pytest.mark.parametrize(("page", "language", "text"), CONFIGS, ids=[f"{p}:{i}" for i, (p, *_) in enumerate(CONFIGS)])
+def test_configurations_in_the_pages_plan(page: str, language: str, text: str, tmp_path: Path) -> None:
+    file = tmp_path / f"engine.{language}"
+    file.write_text(text)
+    done = glowplug("check", "--config", str(file), "--facts", "cpu")
+    assert done.returncode == 0, f"{page}:\n{text}\n{done.stdout}{done.stderr}"
+
+
+def test_there_are_examples_in_each_format() -> None:
+    assert {path.suffix for path in EXAMPLES} >= {".toml", ".yaml", ".json"}
+    assert {language for _, language, _ in CONFIGS} >= {"toml"}
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=[path.name for path in EXAMPLES])
+def test_example_files_plan(path: Path) -> None:
+    done = glowplug("check", "--config", str(path), "--facts", "cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_python_in_the_pages_compiles() -> None:
+    for page, text in blocks("python"):
+        compile(text, page, "exec")
+
+
+def test_links_lead_somewhere() -> None:
+    broken = []
+    for page in PAGES:
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+            if "://" not in target and not target.startswith("mailto:") and not (page.parent / target).exists():
+                broken.append(f"{page.relative_to(ROOT)}: {target}")
+    assert broken == []
