@@ -107,10 +107,7 @@ class RadixCache:
         leaf = self._split(spot)
         spot.pages = END
         self._touch(leaf)
-        node: Node | None = leaf
-        while node is not None:
-            self._count_lock(node, delta)
-            node = node.parent
+        self._count_locks(leaf, delta)
         self._offer(leaf)
         self._prune(leaf)
 
@@ -232,10 +229,9 @@ class RadixCache:
         """How many of ``wanted`` new pages may be kept below ``node``, and what was evicted for them."""
         if self.max_pages is None or self._held + wanted <= self.max_pages:
             return wanted, NOTHING
-        match = PrefixMatch(0, NOTHING, Spot(node, len(node.pages)))
-        self.lock(match, 1)
+        self._count_locks(node, 1)
         evicted = self.evict(self._held + wanted - self.max_pages)
-        self.lock(match, -1)
+        self._count_locks(node, -1)
         return min(wanted, self.max_pages - self._held), evicted
 
     def _key(self, node: Node) -> bytes:
@@ -251,13 +247,17 @@ class RadixCache:
             at.used = self._clock
             at = at.parent
 
-    def _count_lock(self, node: Node, delta: int) -> None:
-        before, node.locks = node.locks, node.locks + delta
-        assert node.locks >= 0, "unlocked more often than locked"
-        if before == 0 and delta == 1:
-            self._locked += len(node.pages)
-        elif node.locks == 0:
-            self._locked -= len(node.pages)
+    def _count_locks(self, leaf: Node, delta: int) -> None:
+        """Lock or unlock the path from ``leaf`` to its root."""
+        node: Node | None = leaf
+        while node is not None:
+            before, node.locks = node.locks, node.locks + delta
+            assert node.locks >= 0, "unlocked more often than locked"
+            if before == 0:
+                self._locked += len(node.pages)
+            elif node.locks == 0:
+                self._locked -= len(node.pages)
+            node = node.parent
 
     @staticmethod
     def _evictable(node: Node) -> bool:

@@ -1,0 +1,56 @@
+"""Step observers: objects that watch the loop. Called directly after each commit, never through hooks."""
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from glowplug.core.batch import Batch
+from glowplug.core.messages import StepOutput
+
+
+class StepObserver(Protocol):
+    """What the hook ``step_observers`` returns. It runs on the loop's thread: microseconds only, and it must not raise."""
+
+    def step(self, batch: Batch, output: StepOutput) -> None:
+        """``batch`` was committed and yielded ``output``. Both belong to the engine: read, do not keep."""
+        ...
+
+
+class StepTimer:
+    """How long steps take and how long the device had nothing to do although there was work (the bubble).
+
+    Tell it of every ``launch``, of every result read (``done``), and when the loop has nothing to do (``idle``).
+    Seconds accumulate in ``step_seconds`` (from one result to the next, or from the launch after a pause) and
+    ``bubble_seconds`` (from the last result to the next launch while nothing was in flight).
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._inflight = 0
+        self._since: float | None = None  # the last result, unless the loop was idle since
+        self.steps = 0
+        self.step_seconds = 0.0
+        self.bubble_seconds = 0.0
+
+    def launch(self) -> None:
+        now = self._clock()
+        if self._inflight == 0:
+            if self._since is None:
+                self._since = now
+            else:
+                self.bubble_seconds += now - self._since
+        self._inflight += 1
+
+    def done(self) -> None:
+        now = self._clock()
+        assert self._inflight > 0 and self._since is not None, "a result without a launch"
+        self._inflight -= 1
+        self.steps += 1
+        self.step_seconds += now - self._since
+        self._since = now
+
+    def idle(self) -> None:
+        """Nothing in flight, nothing to schedule: the time until the next launch counts as neither."""
+        if self._inflight == 0:
+            self._since = None

@@ -1,0 +1,125 @@
+"""Drives a scheduler with the fake model as the engine's loop would, checking after every step."""
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from glowplug.core.batch import Batch, StepResult
+from glowplug.core.messages import Abort, Admitted, Finished, StepOutput
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import PrefixCache, Scheduler, SchedulingPolicy
+from glowplug.core.request import SamplingParams, Sequence
+from glowplug.core.rows import SequenceTable
+from glowplug.core.testing.fake_model import FakeModel, PoisonedPages
+
+
+def sequence(id: int, prompt: list[int], *, max_tokens: int = 8, stop_ids: frozenset[int] = frozenset(),
+             arrival: float = 0.0, priority: int = 0, salt: str = "", timeout: float = 0.0, queue_timeout: float = 0.0,
+             min_tokens: int = 0, logprobs: int | None = None, prompt_logprobs: int | None = None) -> Sequence:
+    """A sequence as the engine makes it from a Submit."""
+    params = SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens, seed=id, logprobs=logprobs,
+                            prompt_logprobs=prompt_logprobs)
+    return Sequence(id=id, prompt=np.asarray(prompt, np.int32), params=params, priority=priority, salt=salt,
+                    arrival=arrival, stop_ids=stop_ids, timeout=timeout, queue_timeout=queue_timeout)
+
+
+@dataclass
+class Collected:
+    """What the front would have heard of one sequence."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)
+    finished: Finished | None = None
+    admitted: Admitted | None = None
+
+
+class Drive:
+    """A scheduler, a table, a poisoned pool and a fake model, stepped together.
+
+    ``depth`` steps may be in flight when the next one is scheduled: 0 is no overlap, 1 what the engine does.
+    """
+
+    def __init__(self, scheduler: Scheduler, plan: EnginePlan, cache: PrefixCache, policy: SchedulingPolicy, *,
+                 depth: int = 1, seed: int = 0, bad: tuple[int, int] | None = None) -> None:
+        sizes = plan.sizes
+        self.plan, self.scheduler, self.cache, self.depth = plan, scheduler, cache, depth
+        self.table = SequenceTable(sizes.max_running, sizes.context_length + sizes.width, sizes.page_size)
+        self.pages = PoisonedPages(sizes.num_pages)
+        self.model = FakeModel(self.table, sizes.num_pages, vocab=plan.facts.model.vocab_size, width=sizes.width,
+                               seed=seed, bad=bad)
+        self.pages.model = self.model
+        scheduler.bind(self.table, self.pages, cache, policy)
+        self.inflight: deque[tuple[Batch, StepResult]] = deque()
+        self.seen: dict[int, Collected] = {}
+        self.batches: list[Batch] = []
+
+    def add(self, sequence: Sequence) -> None:
+        self.scheduler.add(sequence)
+        self.seen[sequence.id] = Collected()
+
+    def abort(self, *ids: int, reason: str = "abort") -> StepOutput | None:
+        output = self.scheduler.abort(Abort(list(ids), reason))
+        if output is not None:
+            self._collect(output)
+        return output
+
+    def step(self) -> bool:
+        """One turn of the loop. False: every sequence has ended and nothing is in flight."""
+        batch = self.scheduler.next_batch()
+        assert batch is not None or self.inflight or not self._unfinished(), "the scheduler has stalled"
+        if batch is not None:
+            sizes = self.plan.sizes
+            assert batch.num_tokens <= sizes.max_step_tokens, "more tokens than a step may hold"
+            assert batch.num_tokens - batch.decode_tokens <= sizes.chunk_size, "more prefill tokens than a chunk"
+            self.batches.append(batch)
+            self.inflight.append((batch, self.model.launch(batch)))
+        if self.inflight and (batch is None or len(self.inflight) > self.depth):
+            self._collect(self.scheduler.commit(*self.inflight.popleft()))
+        pending = self.scheduler.take_pending()
+        if pending is not None:
+            self._collect(pending)
+        self.scheduler.check()
+        return bool(self.inflight) or self._unfinished()
+
+    def run(self, most: int = 20_000) -> None:
+        """Step until idle; AssertionError when that does not come, or pages are missing afterwards."""
+        for _ in range(most):
+            if not self.step():
+                break
+        else:
+            raise AssertionError(f"not done after {most} steps: {self.scheduler.load()}")
+        self.check_idle()
+
+    def check_idle(self) -> None:
+        """Every page is free or in the cache, evictable; every row is free."""
+        held, evictable = self.cache.size()
+        assert self.pages.free + held == self.pages.total, "pages have leaked"
+        assert held == evictable, "locks have leaked"
+        assert self.table.free_rows == self.table.rows, "rows have leaked"
+        stats = self.scheduler.load()
+        assert (stats.running, stats.waiting) == (0, 0)
+
+    def _unfinished(self) -> bool:
+        return any(seen.finished is None for seen in self.seen.values())
+
+    def _collect(self, output: StepOutput) -> None:
+        counts = output.counts or [1] * len(output.ids)
+        assert sum(counts) == len(output.tokens), "tokens and counts disagree"
+        at = 0
+        for id, count in zip(output.ids, counts, strict=True):
+            assert count > 0 and self.seen[id].finished is None, f"sequence {id} yields after its end"
+            self.seen[id].tokens += output.tokens[at : at + count]
+            at += count
+        for id, values in output.logprobs:
+            self.seen[id].logprobs += values.token
+        for id, values in output.prompt_logprobs:
+            self.seen[id].prompt_logprobs += values.token
+        for admitted in output.admitted:
+            assert self.seen[admitted.id].admitted is None, f"sequence {admitted.id} is admitted twice"
+            self.seen[admitted.id].admitted = admitted
+        for finished in output.finished:
+            assert self.seen[finished.id].finished is None, f"sequence {finished.id} ends twice"
+            self.seen[finished.id].finished = finished

@@ -1,0 +1,107 @@
+"""Launching rows of the continuous scheduler: advance what a step computes, and describe it as a Batch."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glowplug.core.batch import Batch
+from glowplug.core.offers import Mode
+from glowplug.core.request import Sequence
+from glowplug.plugins.scheduler.continuous_rows import Ints, Rows
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens ``start`` to ``stop`` of a row's prompt (and, after a preemption, output)."""
+
+    row: int
+    start: int
+    stop: int
+    samples: bool  #: it ends the prefill, so the step yields a token
+
+
+def launchable(rows: Rows) -> Ints:
+    """Decoding rows that can take one more step: even if every step in flight yields one token, they are not full."""
+    table, members = rows.table, rows.decode_rows()
+    open_ends = table.length[members] + rows.pending[members] < table.max_length[members]
+    return members if open_ends.all() else members[open_ends]
+
+
+def needed_tokens(rows: Rows, members: Ints, width: int) -> Ints:
+    """Tokens each decoding row must have pages for in its next step: an upper bound while lengths are on the device.
+
+    The last token of a full sequence is never computed on, hence never stored.
+    """
+    table = rows.table
+    bound: Ints = np.minimum(table.launched[members] + np.int32(width), table.max_length[members] - np.int32(1))
+    return bound
+
+
+def launch_decodes(rows: Rows, members: Ints, width: int) -> Ints:
+    """Advance the rows by one step; returns their cache lengths after it (bounded by the table's context)."""
+    table = rows.table
+    after = table.launched[members] + np.int32(width)
+    table.launched[members] = after
+    rows.pending[members] += 1
+    return after if width == 1 else np.minimum(after, np.int32(table.context))
+
+
+def launch_chunks(rows: Rows, budget: int, only: list[int]) -> list[Chunk]:
+    """Advance prefilling rows ``only`` in order, by at most ``budget`` tokens together."""
+    table, chunks = rows.table, []
+    for row in only:
+        if budget <= 0:
+            break
+        start, end = int(table.launched[row]), int(table.length[row])
+        stop = min(start + budget, end)
+        budget -= stop - start
+        table.launched[row] = stop
+        if stop == end:
+            rows.pending[row] += 1
+            rows.start_decoding(row)
+        chunks.append(Chunk(row, start, stop, stop == end))
+    return chunks
+
+
+def build(rows: Rows, step: int, members: Ints, kv_lens: Ints, chunks: list[Chunk], width: int) -> Batch:
+    """The batch of decoding ``members`` and prefill ``chunks``. Takes ``joined`` and ``left`` off ``rows``."""
+    table, decodes = rows.table, len(members)
+    query_lens = np.full(decodes, width, np.int32)
+    samples = np.ones(decodes, np.bool_)
+    scored, prompt_ids = None, np.zeros(0, np.int32)
+    if chunks:
+        members = np.concatenate([members, np.array([chunk.row for chunk in chunks], np.int32)])
+        query_lens = np.concatenate([query_lens, np.array([c.stop - c.start for c in chunks], np.int32)])
+        kv_lens = np.concatenate([kv_lens, np.array([chunk.stop for chunk in chunks], np.int32)])
+        samples = np.concatenate([samples, np.array([chunk.samples for chunk in chunks], np.bool_)])
+        prompt_ids = np.concatenate([table.tokens[chunk.row, chunk.start : chunk.stop] for chunk in chunks])
+        scored = _scored(rows, decodes, chunks)
+    longest = rows.pages_for(int(kv_lens.max()))
+    joined, left = _changes(rows)
+    return Batch(
+        step=step, mode=_mode(chunks, width), rows=members, epochs=table.epoch[members], num_decodes=decodes,
+        query_lens=query_lens, kv_lens=kv_lens, samples=samples, prompt_ids=prompt_ids,
+        pages=table.pages[members, :longest], joined=joined, left=left, prompt_logprobs=scored)
+
+
+def _mode(chunks: list[Chunk], width: int) -> Mode:
+    if chunks:
+        return Mode.PREFILL
+    return Mode.DECODE if width == 1 else Mode.VERIFY
+
+
+def _scored(rows: Rows, decodes: int, chunks: list[Chunk]) -> NDArray[np.bool_] | None:
+    """Rows whose prompt tokens are to be scored; None when none asked."""
+    wanted = [rows.running[chunk.row].params.prompt_logprobs is not None
+              and chunk.start < rows.table.prompt_len[chunk.row] for chunk in chunks]
+    if not any(wanted):
+        return None
+    return np.concatenate([np.zeros(decodes, np.bool_), np.array(wanted, np.bool_)])
+
+
+def _changes(rows: Rows) -> tuple[list[Sequence], list[int]]:
+    joined, left = rows.joined, rows.left
+    rows.joined, rows.left = [], []
+    return joined, left

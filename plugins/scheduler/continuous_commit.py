@@ -1,0 +1,160 @@
+"""Committing a step of the continuous scheduler: append tokens, find who is done, report. Numpy over all rows at once."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from glowplug.core.batch import Batch, PromptLogprobs, StepResult
+from glowplug.core.messages import Finished, Logprobs, StepOutput
+from glowplug.plugins.scheduler.continuous_rows import Ints, Rows
+
+
+@dataclass(eq=False)
+class Committed:
+    """What a step came to, for the n live rows that sampled.
+
+    Attributes:
+        at: [n] their places in the batch.
+        rows: int32 [n] their table rows.
+        tokens: int64 [n, W]; of row i the first ``counts[i]`` (int32 [n]) were kept.
+        given: int32 [n] tokens the device accepted, before stop ids and limits cut them.
+        stop_ids: int64 [n] the token that ended the row, -1 where none did.
+        bad, done: bool [n].
+    """
+
+    at: NDArray[np.int64]
+    rows: Ints
+    tokens: NDArray[np.int64]
+    counts: Ints
+    given: Ints
+    stop_ids: NDArray[np.int64]
+    bad: NDArray[np.bool_]
+    done: NDArray[np.bool_]
+
+
+def append(rows: Rows, batch: Batch, result: StepResult) -> Committed:
+    """Append the step's tokens to their rows. A row whose epoch moved on since the launch is stale and dropped.
+
+    What a row accepted beyond its first stop id or its limit is dropped too. Rows are not released here.
+    """
+    table = rows.table
+    at = np.flatnonzero((table.epoch[batch.rows] == batch.epochs) & batch.samples)
+    members = batch.rows[at]
+    tokens, given, bad = result.tokens[at], result.counts[at].astype(np.int32, copy=False), result.bad[at]
+    length, limit = table.length[members], table.max_length[members]
+    counts = np.minimum(given, limit - length)
+    if bad.any():
+        counts = np.where(bad, np.int32(0), counts)
+    stop_ids, counts = _stops(rows, members, tokens, counts, length)
+    _write(rows, members, tokens, counts, length)
+    after = length + counts
+    table.length[members] = after
+    rows.pending[members] -= 1
+    _reconcile(rows, batch, at, members, given)
+    done = (stop_ids >= 0) | (after >= limit) | bad
+    return Committed(at, members, tokens, counts, given, stop_ids, bad, done)
+
+
+def _stops(rows: Rows, members: Ints, tokens: NDArray[np.int64], counts: Ints,
+           length: Ints) -> tuple[NDArray[np.int64], Ints]:
+    """The stop id each row met (-1: none), and the counts cut behind it."""
+    hits = (tokens[:, :, None] == rows.stops[members][:, None, :]).any(axis=2)
+    for row, stop_ids in rows.many_stops.items():
+        for i in np.flatnonzero(members == row):
+            hits[i] = [token in stop_ids for token in tokens[i].tolist()]
+    found = np.full(len(members), -1, np.int64)
+    if not hits.any():
+        return found, counts
+    places = np.arange(tokens.shape[1])
+    hits &= places < counts[:, None]
+    hits &= length[:, None] + places + 1 >= rows.min_length[members][:, None]
+    stopped = np.flatnonzero(hits.any(axis=1))
+    first = hits[stopped].argmax(axis=1)
+    found[stopped] = tokens[stopped, first]
+    counts = counts.copy()
+    counts[stopped] = first + 1
+    return found, counts
+
+
+def _write(rows: Rows, members: Ints, tokens: NDArray[np.int64], counts: Ints, length: Ints) -> None:
+    for place in range(tokens.shape[1]):
+        kept = counts > place
+        if kept.all():
+            rows.table.tokens[members, length + place] = tokens[:, place]
+        else:
+            rows.table.tokens[members[kept], length[kept] + place] = tokens[kept, place]
+
+
+def _reconcile(rows: Rows, batch: Batch, at: NDArray[np.int64], members: Ints, given: Ints) -> None:
+    """A decoding row launched ``width`` tokens; those the device did not accept are launched again."""
+    decodes = int(np.searchsorted(at, batch.num_decodes))
+    if not decodes:
+        return
+    refused = batch.query_lens[at[:decodes]] - given[:decodes]
+    if refused.any():
+        rows.table.launched[members[:decodes]] -= refused
+
+
+def report(rows: Rows, done: Committed, result: StepResult, output: StepOutput) -> None:
+    """Write tokens and log-probabilities of the step into ``output``. Call before rows are released."""
+    some = np.flatnonzero(done.counts > 0)
+    members, counts = done.rows[some], done.counts[some]
+    output.ids = rows.ids[members].tolist()
+    if (counts == 1).all():
+        output.tokens = done.tokens[some, 0].tolist()
+    else:
+        kept = np.arange(done.tokens.shape[1]) < counts[:, None]
+        output.tokens, output.counts = done.tokens[some][kept].tolist(), counts.tolist()
+    if result.logprobs is not None:
+        _report_logprobs(rows, done, result, output)
+
+
+def _report_logprobs(rows: Rows, done: Committed, result: StepResult, output: StepOutput) -> None:
+    assert result.logprobs is not None
+    token, top_ids, top = result.logprobs
+    width = done.tokens.shape[1]
+    for i in np.flatnonzero((rows.logprobs[done.rows] >= 0) & (done.counts > 0)):
+        row, first = int(done.rows[i]), int(done.at[i]) * width
+        k, span = int(rows.logprobs[row]), slice(first, first + int(done.counts[i]))
+        values = Logprobs(token[span].tolist(), top_ids[span, :k].tolist(), top[span, :k].tolist())
+        output.logprobs.append((int(rows.ids[row]), values))
+
+
+def finish_of(rows: Rows, done: Committed, i: int) -> Finished:
+    """The end of the i-th committed row."""
+    id = int(rows.ids[done.rows[i]])
+    if done.bad[i]:
+        return Finished(id, "error", error="the model's output for this request is not finite", error_code="nan_logits")
+    if done.stop_ids[i] >= 0:
+        return Finished(id, "stop", stop_id=int(done.stop_ids[i]))
+    return Finished(id, "length")
+
+
+class PromptScores:
+    """Log-probabilities of prompt tokens, each sent once although a preempted prompt is computed again."""
+
+    def __init__(self) -> None:
+        self._sent: dict[int, int] = {}  # sequence id -> first position not sent yet
+
+    def complete(self, id: int, prompt_len: int) -> bool:
+        return self._sent.get(id, 0) >= prompt_len
+
+    def forget(self, id: int) -> None:
+        self._sent.pop(id, None)
+
+    def report(self, rows: Rows, batch: Batch, scored: list[PromptLogprobs], output: StepOutput) -> None:
+        table = rows.table
+        live = dict(zip(batch.rows.tolist(), (table.epoch[batch.rows] == batch.epochs).tolist()))
+        for part in scored:
+            if not live.get(part.row, False):
+                continue
+            id, prompt_len = int(rows.ids[part.row]), int(table.prompt_len[part.row])
+            skip = max(0, self._sent.get(id, 0) - part.start)
+            end = min(len(part.token), prompt_len - part.start)
+            self._sent[id] = max(self._sent.get(id, 0), part.start + end)
+            if skip < end:
+                k = rows.running[part.row].params.prompt_logprobs or 0
+                output.prompt_logprobs.append((id, Logprobs(
+                    part.token[skip:end].tolist(), part.top_ids[skip:end, :k].tolist(), part.top[skip:end, :k].tolist())))

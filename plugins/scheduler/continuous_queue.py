@@ -1,0 +1,70 @@
+"""The waiting side of the continuous scheduler: the queue, its deadlines, and what is known of cached prefixes."""
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+
+from glowplug.core.protocols import PrefixCache
+from glowplug.core.request import Sequence
+
+QUEUED, TOTAL = "queue_timeout", "timeout"  #: kinds of deadline; also the error codes
+
+
+class Queue:
+    """Waiting sequences in order: the preempted first, then by arrival. All operations are O(1) or O(log n)."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[int, Sequence] = OrderedDict()
+        self._deadlines: list[tuple[float, int, str]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, id: int) -> bool:
+        return id in self._waiting
+
+    def get(self, id: int) -> Sequence | None:
+        return self._waiting.get(id)
+
+    def sequences(self) -> list[Sequence]:
+        return list(self._waiting.values())
+
+    def add(self, sequence: Sequence) -> None:
+        """At the end, with its deadlines."""
+        self._waiting[sequence.id] = sequence
+        for seconds, kind in ((sequence.queue_timeout, QUEUED), (sequence.timeout, TOTAL)):
+            if seconds > 0:
+                heapq.heappush(self._deadlines, (sequence.arrival + seconds, sequence.id, kind))
+
+    def put_back(self, sequence: Sequence) -> None:
+        """A preempted sequence, at the head."""
+        self._waiting[sequence.id] = sequence
+        self._waiting.move_to_end(sequence.id, last=False)
+
+    def pop(self, id: int) -> Sequence | None:
+        return self._waiting.pop(id, None)
+
+    def overdue(self, now: float) -> Iterator[tuple[int, str]]:
+        """(id, kind) of every deadline that has passed, each once; the sequence may have ended long ago."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, id, kind = heapq.heappop(self._deadlines)
+            yield id, kind
+
+
+class CachedPrefixes(Mapping[int, int]):
+    """id -> tokens of a waiting sequence found in the prefix cache; looked up only when a policy asks."""
+
+    def __init__(self, waiting: list[Sequence], cache: PrefixCache) -> None:
+        self._waiting = {sequence.id: sequence for sequence in waiting}
+        self._cache = cache
+
+    def __getitem__(self, id: int) -> int:
+        sequence = self._waiting[id]
+        return self._cache.match(sequence.prompt, sequence.salt).length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._waiting)
+
+    def __len__(self) -> int:
+        return len(self._waiting)

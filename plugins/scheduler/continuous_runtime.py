@@ -1,0 +1,306 @@
+"""The continuous scheduler: iteration-level batching (Orca, OSDI 2022) with chunked prefill (Sarathi-Serve, OSDI 2024).
+
+A sequence waits in the queue, runs in a row of the table (prefilling, then decoding), and ends; or it is preempted
+and waits again, at the queue's head, with its output. What holds at all times:
+
+1. ``length`` counts committed tokens and moves in ``commit``; ``launched`` counts tokens whose cache entry a launched
+   step writes and moves in ``next_batch``. Between commits ``launched`` is an upper bound when the width is above one:
+   how many drafts were accepted is only on the device. With nothing in flight a decoding row has
+   ``launched == length - 1``: its last token has been drawn but not computed on.
+2. A decoding row's next input lives on the device, so the row may be launched again before its token is committed.
+   It is not launched when the steps in flight will fill it to ``max_length`` even at one token each.
+3. The device runs steps in launch order. Therefore the pages of a row that ended may be handed on at once: a step in
+   flight may still write to them, but whoever gets them is launched later and writes each slot before it reads it.
+   Such a late step never touches a page that went into the prefix cache: it writes at ``length - 1`` and beyond, and
+   only whole pages before that are kept. Likewise a row may have a new owner while a step of the old one is in flight.
+4. A result belongs to a row only if the row's epoch is that of the launch; ``join`` and ``leave`` move it.
+5. Pages are reserved before a launch: a prompt's when it is admitted, a decoding row's when the step's upper bound
+   crosses into a new page, and never beyond ``max_length - 1`` tokens, the last that are stored. A width above one may
+   compute on positions beyond that; their page-table entries are 0, the scratch page, and nothing they yield is kept.
+6. When pages run out: first the cache gives up its oldest, then the policy names victims. Preemption happens only
+   with nothing in flight (``next_batch`` returns None until then), so it never drops a token: a row that decodes has
+   gained at least one since it was admitted, and the last running row is never a victim and always fits (``add``
+   refused what cannot). Hence every preemption is paid for by progress, and there is no livelock.
+7. A recomputed sequence prefills prompt and output; positions, and the seeds made from them, are what they were.
+
+Deadlines use ``clock`` (seconds, monotonic, the base of ``Sequence.arrival``). Ranks that schedule in lockstep must
+read the same values: replace ``clock`` with one that returns what rank 0 has broadcast.
+"""
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from glowplug.core.batch import Batch, StepResult
+from glowplug.core.errors import QueueFull, RequestError
+from glowplug.core.memory.allocator import PageAllocator
+from glowplug.core.messages import Abort, Admitted, Finished, Stats, StepOutput
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import PrefixCache, SchedulingPolicy, Worker
+from glowplug.core.request import Sequence
+from glowplug.core.rows import SequenceTable
+from glowplug.plugins.scheduler import continuous_batch as batches, continuous_commit as commits
+from glowplug.plugins.scheduler.continuous import ContinuousOptions
+from glowplug.plugins.scheduler.continuous_admission import Admission
+from glowplug.plugins.scheduler.continuous_queue import QUEUED, Queue
+from glowplug.plugins.scheduler.continuous_rows import Ints, Rows
+
+NO_ROWS: Ints = np.zeros(0, np.int32)
+
+
+class Continuous:
+    """A :class:`~glowplug.core.protocols.Scheduler`. ``bind`` completes it; one thread uses it."""
+
+    def __init__(self, options: ContinuousOptions, plan: EnginePlan, worker: Worker,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self.options, self.sizes, self.clock = options, plan.sizes, clock
+        self.stats = Stats(page_size=plan.sizes.page_size)
+        self._inflight = 0
+        self._committed = 0  # number of the last committed step
+        self._out = StepOutput()
+
+    def bind(self, table: SequenceTable, pages: PageAllocator, cache: PrefixCache, policy: SchedulingPolicy) -> None:
+        sizes = self.sizes
+        if sizes.max_step_tokens < sizes.width:
+            raise ValueError(f"a step of {sizes.max_step_tokens} tokens cannot hold a row of width {sizes.width}")
+        self.table, self.pages, self.cache, self.policy = table, pages, cache, policy
+        self.rows, self.queue, self.scores = Rows(table, pages, cache), Queue(), commits.PromptScores()
+        self.max_rows = min(sizes.max_running, table.rows, sizes.max_step_tokens // sizes.width)
+        self.admission = Admission(self.rows, self.queue, policy, max_rows=self.max_rows, context=sizes.context_length,
+                                   share=self.options.share_prefill, scored=self._is_scored)
+        self.stats.pages_total = pages.total
+
+    # ---- in ---------------------------------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        self._check_size(sequence)
+        if len(self.queue) + len(self.rows.running) >= self.max_rows + self.sizes.max_queued:
+            raise QueueFull(f"the queue is full: {len(self.rows.running)} sequences are running and "
+                            f"{len(self.queue)} waiting")
+        if sequence.id in self.queue or self._row_of(sequence.id) is not None:
+            raise RequestError(f"sequence {sequence.id} exists already", code="duplicate_id")
+        self.queue.add(sequence)
+        self.admission.retry()
+
+    def _check_size(self, sequence: Sequence) -> None:
+        """RequestError for what could never run to its end."""
+        prompt, context = len(sequence.prompt), self.sizes.context_length
+        if prompt == 0:
+            raise RequestError("the prompt is empty", code="empty_prompt", param="prompt")
+        if prompt + 1 > context:
+            raise RequestError(
+                f"the prompt has {prompt} tokens; with one to generate that is more than the context of {context} "
+                f"tokens", code="context_length_exceeded", param="prompt")
+        stored = min(sequence.max_length, context) - 1
+        needed = self.rows.pages_for(stored)
+        if needed > self.pages.total:
+            size = self.sizes.page_size
+            raise RequestError(
+                f"prompt and output need {stored} tokens of KV cache ({needed} pages of {size}); the pool holds "
+                f"{self.pages.total * size} ({self.pages.total} pages): ask for fewer max_tokens, or give memory.kv_tokens",
+                code="kv_too_small", param="max_tokens")
+
+    def _row_of(self, id: int) -> int | None:
+        found = np.flatnonzero(self.rows.ids == id)
+        return next((row for row in found.tolist() if row in self.rows.running), None)
+
+    def abort(self, message: Abort) -> StepOutput | None:
+        output = StepOutput()
+        for id in message.ids:
+            if self._end(id):
+                output.finished.append(Finished(id, message.reason))
+                self._count_end(message.reason)
+        return output if output.finished else None
+
+    def _end(self, id: int) -> bool:
+        """Take a sequence out, wherever it is; its pages are free at once. False: unknown."""
+        if self.queue.pop(id) is None:
+            row = self._row_of(id)
+            if row is None:
+                return False
+            self.rows.release(row)
+        self.scores.forget(id)
+        self.admission.retry()
+        return True
+
+    def _count_end(self, reason: str) -> None:
+        if reason in ("stop", "length"):
+            self.stats.finished += 1
+        else:
+            self.stats.aborted += 1
+
+    def expire(self) -> None:
+        """End what is past its deadline; ``next_batch`` calls it. Reported by ``commit`` or ``take_pending``."""
+        for id, kind in self.queue.overdue(self.clock()):
+            waiting = self.queue.get(id)
+            if kind == QUEUED and (waiting is None or waiting.preemptions):
+                continue
+            if self._end(id):
+                what = "waited too long in the queue" if kind == QUEUED else "took too long"
+                self._out.finished.append(Finished(id, "timeout", error=f"the request {what}", error_code=kind))
+                self._count_end("timeout")
+
+    # ---- a step -----------------------------------------------------------------------------------------------------
+
+    def next_batch(self) -> Batch | None:
+        self.expire()
+        width, members, kv_lens = self.sizes.width, NO_ROWS, NO_ROWS
+        chunks: list[batches.Chunk] = []
+        if not self.options.mixed:
+            chunks = self._launch_chunks(0)
+        if not chunks:
+            reserved = self._reserve_decodes()
+            if reserved is None:
+                return None
+            members, preempted = reserved
+            if self.options.mixed:
+                chunks = self._launch_chunks(len(members) * width, admit=not preempted)
+            # NOTE: after the chunks, which end with rows that start to decode in the next step, not in this one.
+            kv_lens = batches.launch_decodes(self.rows, members, width)
+        if not len(members) and not chunks:
+            return None
+        self._inflight += 1
+        self.stats.steps += 1
+        return batches.build(self.rows, self.stats.steps, members, kv_lens, chunks, width)
+
+    def _reserve_decodes(self) -> tuple[Ints, bool] | None:
+        """Decoding rows with pages for their next step, and whether any row was preempted for it.
+
+        None when rows must be preempted but steps are in flight: those have to be committed first.
+        """
+        preempted = False
+        while True:
+            members = batches.launchable(self.rows)
+            lacking = self.rows.lacking(members, batches.needed_tokens(self.rows, members, self.sizes.width))
+            short = np.flatnonzero(lacking)
+            if not len(short):
+                return members, preempted
+            counts = lacking[short]
+            wanted = int(counts.sum())
+            if self.rows.make_free(wanted):
+                fresh = self.pages.take(wanted)
+                assert fresh is not None
+                self.rows.grow(members[short], counts, fresh)
+                return members, preempted
+            if self._inflight:
+                return None
+            self._preempt()
+            preempted = True
+
+    def _preempt(self) -> None:
+        running = list(self.rows.running.values())
+        assert len(running) > 1, "a sequence that was admitted alone must fit: page accounting is broken"
+        sequence = self.policy.victim(running)
+        self.rows.release(sequence.row)
+        sequence.preemptions += 1
+        self.stats.preemptions += 1
+        self.queue.put_back(sequence)
+        self.admission.retry()
+
+    def _launch_chunks(self, decode_tokens: int, admit: bool = True) -> list[batches.Chunk]:
+        """Go on with the prompts under way, then admit. At most a chunk, and a step, of tokens together."""
+        budget = min(self.sizes.chunk_size, self.sizes.max_step_tokens - decode_tokens)
+        under_way = list(self.rows.prefilling)
+        left = sum(int(self.table.length[row] - self.table.launched[row]) for row in under_way)
+        if admit:
+            for sequence in self.admission.admit(budget - left):
+                self._note_admitted(sequence)
+                under_way.append(sequence.row)
+        return batches.launch_chunks(self.rows, budget, under_way) if under_way else []
+
+    def _note_admitted(self, sequence: Sequence) -> None:
+        """At the first admission: report it. A preempted sequence that comes back is the front's no business."""
+        if sequence.preemptions:
+            return
+        sequence.cached_tokens = int(self.table.launched[sequence.row])
+        self.stats.prompt_tokens += len(sequence.prompt)
+        self.stats.cached_tokens += sequence.cached_tokens
+        queued = max(0.0, self.clock() - sequence.arrival)
+        self._out.admitted.append(Admitted(sequence.id, queued, sequence.cached_tokens))
+
+    # ---- its result -------------------------------------------------------------------------------------------------
+
+    def commit(self, batch: Batch, result: StepResult) -> StepOutput:
+        assert batch.step > self._committed, f"step {batch.step} after {self._committed}: commit in launch order"
+        self._committed = batch.step
+        self._inflight -= 1
+        done = commits.append(self.rows, batch, result)
+        output, self._out = self._out, StepOutput()
+        commits.report(self.rows, done, result, output)
+        if result.prompt_logprobs:
+            self.scores.report(self.rows, batch, result.prompt_logprobs, output)
+        self._count(batch, done)
+        self._publish(batch, done)
+        if done.done.any():
+            self._finish(done, output)
+        return output
+
+    def _publish(self, batch: Batch, done: commits.Committed) -> None:
+        """Share the prompts that this step completed. Rows that end with it are published by their release."""
+        first = int(np.searchsorted(done.at, batch.num_decodes))
+        for i in range(first, len(done.at)):
+            if not done.done[i]:
+                self.rows.publish(int(done.rows[i]))
+        if first < len(done.at):
+            self.admission.retry()
+
+    def _finish(self, done: commits.Committed, output: StepOutput) -> None:
+        for i in np.flatnonzero(done.done).tolist():
+            end = commits.finish_of(self.rows, done, i)
+            self.rows.release(int(done.rows[i]), keep=not done.bad[i])
+            self.scores.forget(end.id)
+            output.finished.append(end)
+            self._count_end(end.reason)
+        self.admission.retry()
+
+    def _count(self, batch: Batch, done: commits.Committed) -> None:
+        self.stats.output_tokens += int(done.counts.sum())
+        if self.sizes.width > 1:
+            decodes = int(np.searchsorted(done.at, batch.num_decodes))
+            self.stats.drafted_tokens += decodes * (self.sizes.width - 1)
+            self.stats.accepted_tokens += int(np.maximum(done.given[:decodes] - 1, 0).sum())
+
+    def take_pending(self) -> StepOutput | None:
+        if not self._out.finished and not self._out.admitted:
+            return None
+        output, self._out = self._out, StepOutput()
+        return output
+
+    # ---- state ------------------------------------------------------------------------------------------------------
+
+    def _is_scored(self, sequence: Sequence) -> bool:
+        """Does it still want log-probabilities of its prompt?"""
+        return sequence.params.prompt_logprobs is not None and not self.scores.complete(
+            sequence.id, len(sequence.prompt))
+
+    def load(self) -> Stats:
+        """A snapshot. O(1)."""
+        stats = self.stats
+        stats.running, stats.waiting = len(self.rows.running), len(self.queue)
+        stats.pages_free, stats.pages_evictable = self.pages.free, self.cache.size()[1]
+        stats.prefix_queries, stats.prefix_hits = self.admission.queries, self.admission.hits
+        return Stats(**{name: getattr(stats, name) for name in stats.__struct_fields__})
+
+    def flush(self) -> bool:
+        if self.rows.running or self._inflight:
+            return False
+        self.pages.give(self.cache.evict(self.cache.size()[1]))
+        return True
+
+    def check(self) -> dict[str, int]:
+        """AssertionError unless every page is in exactly one hand; returns how many are in each."""
+        self.cache.check_integrity()
+        table, running = self.table, list(self.rows.running)
+        owned = [table.pages[row, self.rows.shared[row] : table.num_pages[row]] for row in running]
+        pages = np.concatenate(owned) if owned else NO_ROWS
+        assert len(np.unique(pages)) == len(pages), "a page is owned by two rows"
+        assert not len(pages) or pages.min() > 0, "a row owns the scratch page"
+        held, evictable = self.cache.size()
+        total = self.pages.free + held + len(pages)
+        assert total == self.pages.total, f"{total} pages accounted for, the pool has {self.pages.total}"
+        if not running:
+            assert held == evictable, f"nothing runs, yet {held - evictable} cached pages are locked"
+        return {"free": self.pages.free, "cached": held, "evictable": evictable, "running": len(pages),
+                "total": self.pages.total}
