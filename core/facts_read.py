@@ -5,7 +5,9 @@ Nothing here maps a weight or runs code from the folder. Errors are FactsError (
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -170,11 +172,25 @@ def _nextn(config: dict[str, Any], layers: int, tensors: dict[str, TensorFact]) 
     stated = config.get("num_nextn_predict_layers") or 0
     if not tensors:
         return int(stated), ()
-    beyond = {parts[2] for name in tensors if name.startswith("model.layers.") and len(parts := name.split(".")) > 3
-              and parts[2].isdigit() and int(parts[2]) >= layers}
+    beyond = {name.split(".")[2] for name in tensors if is_beyond(name, layers)}
     if stated and not beyond:
         return 0, (f"config.json states {stated} next-token layers, the checkpoint holds none",)
     return len(beyond), ()
+
+
+def tally(tensors: Mapping[str, TensorFact], layers: int) -> dict[tuple[str, bool], int]:
+    """Numbers in a checkpoint by (dtype, belongs to a next-token layer)."""
+    found: dict[tuple[str, bool], int] = {}
+    for name, tensor in tensors.items():
+        key = (tensor.dtype, is_beyond(name, layers))
+        found[key] = found.get(key, 0) + math.prod(tensor.shape)
+    return found
+
+
+def is_beyond(name: str, layers: int) -> bool:
+    """Is this a tensor of a layer after the last one (a next-token layer)?"""
+    parts = name.split(".", 3)
+    return len(parts) > 3 and parts[:2] == ["model", "layers"] and parts[2].isdigit() and int(parts[2]) >= layers
 
 
 def read_chat_template(path: Path) -> str:

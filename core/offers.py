@@ -29,8 +29,8 @@ class Capture(IntEnum):
     GRAPH = 2  #: yes, and it may be captured
 
 
-EVERY_MODE_EAGER: Mapping[Mode, Capture] = {mode: Capture.EAGER for mode in Mode}
-EVERY_MODE_GRAPH: Mapping[Mode, Capture] = {mode: Capture.GRAPH for mode in Mode}
+EVERY_MODE_EAGER: Mapping[Mode, Capture] = dict.fromkeys(Mode, Capture.EAGER)
+EVERY_MODE_GRAPH: Mapping[Mode, Capture] = dict.fromkeys(Mode, Capture.GRAPH)
 
 DEVICES = frozenset({"cpu", "cuda"})
 FLOAT_DTYPES = frozenset({"float32", "bfloat16", "float16"})
@@ -86,11 +86,13 @@ class QuantizationOffers(Offers):
         reads: values of ``quantization_config.quant_method`` it loads; "none" means an unquantized checkpoint.
         online: it can also quantize an unquantized checkpoint while loading.
         block_shape: (rows, columns) of a weight block, or None.
+        dequantizes: device types on which quantized weights are kept in the compute dtype (the byte budget needs it).
     """
 
     reads: frozenset[str] = frozenset()
     online: bool = False
     block_shape: tuple[int, int] | None = None
+    dequantizes: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

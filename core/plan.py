@@ -76,7 +76,7 @@ class EnginePlan:
     facts: Facts
     config: dict[str, Any]  #: the operator's own configuration, as given
     plugins: tuple[str, ...]  #: names of the loaded plugin modules, defaults first
-    fingerprint: str  #: hash over plugins, versions and decisions; ranks compare it
+    fingerprint: str  #: of the plugin set (``PluginSet.fingerprint``); ranks with another one refuse to start
 
     def choice(self, slot: str) -> Choice:
         """The single component in ``slot``. Raises KeyError when the slot is empty."""

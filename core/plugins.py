@@ -8,15 +8,19 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.metadata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pluggy
 
 from glowplug.core import hookspecs
 from glowplug.core.component import CONTRACT, Component
-from glowplug.core.errors import PluginLoadError
+from glowplug.core.config import EngineConfig, config_class
+from glowplug.core.errors import FactsError, PluginLoadError
+from glowplug.core.facts import ModelFacts, SoftwareFacts
+from glowplug.core.facts_read import locate_model, tally
+from glowplug.core.machine import software
 from glowplug.core.plugin_loading import BUILT_IN, PluginSource, Registration, import_factory, load
 from glowplug.core.slots import SLOTS
 
@@ -54,6 +58,13 @@ DEFAULT_PLUGINS = (
 )
 
 
+class ModelReading(NamedTuple):
+    """A model's facts, and the numbers its checkpoint holds by (dtype, belongs to a next-token layer)."""
+
+    facts: ModelFacts
+    elements: Mapping[tuple[str, bool], int]
+
+
 class PluginSet:
     """Loaded plugins and what they registered. Made by :func:`load_plugins`.
 
@@ -72,6 +83,7 @@ class PluginSet:
         self.sources: list[PluginSource] = []
         self._slots: dict[str, list[Registration]] = {slot.name: [] for slot in SLOTS}
         self._owner: dict[tuple[str, str], PluginSource] = {}
+        self._models: dict[tuple[str, int], ModelReading] = {}
         for source in sources:
             self._add(source, timeout)
 
@@ -132,6 +144,30 @@ class PluginSet:
             raise PluginLoadError(f"the plan chose {choice.slot} {choice.name!r} of {choice.distribution}, "
                                   "which is not loaded here")
         return found.component, f"{found.distribution} {found.version}".rstrip()
+
+    def read_model(self, name: str) -> ModelReading:
+        """Facts of ``model = name``, kept until its config.json changes. FactsError, WeightError."""
+        path = locate_model(name)
+        stated = path / "config.json" if path.is_dir() else path
+        key = (str(path), stated.stat().st_mtime_ns if stated.exists() else 0)
+        if key not in self._models:
+            facts: ModelFacts | None = self.hook.read_model_facts(path=path)
+            if facts is None:
+                raise FactsError(f"no plugin reads a model from {path}",
+                                 "a folder with config.json and safetensors files, or a plugin for this format")
+            self._models[key] = ModelReading(facts, tally(facts.tensors, facts.num_layers))
+        return self._models[key]
+
+    @cached_property
+    def config_model(self) -> type[EngineConfig]:
+        """The configuration model of these plugins."""
+        return config_class(self)
+
+    @cached_property
+    def software(self) -> SoftwareFacts:
+        """Versions of the packages that any component asks for."""
+        registrations = [found for slot in SLOTS for found in self._slots[slot.name]]
+        return software({"torch", *(p.name for found in registrations for p in found.component.requires)})
 
     @cached_property
     def names(self) -> tuple[str, ...]:

@@ -1,0 +1,370 @@
+"""Generic checks: pure functions over the draft that read offers and facts, never names. Plan zone: no torch.
+
+Each check states the slots it reads; while a slot is being chosen only its checks run, at the end all of them do. A
+check skips what is not chosen yet.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+from glowplug.core.component import CONTRACT, Chosen, Component
+from glowplug.core.draft import Draft
+from glowplug.core.errors import Refusal
+from glowplug.core.offers import (
+    AttentionOffers,
+    CacheOffers,
+    Capture,
+    CollectiveOffers,
+    ExecutorOffers,
+    GraphOffers,
+    Mode,
+    ModelOffers,
+    Offers,
+    ParallelOffers,
+    PolicyOffers,
+    QuantizationOffers,
+    SpeculativeOffers,
+    WeightOffers,
+)
+from glowplug.core.slots import BY_NAME, Slot
+
+Check = Callable[[Draft], Iterator[Refusal]]
+CHECKS: list[tuple[frozenset[str], Check]] = []
+
+
+def reads(*slots: str) -> Callable[[Check], Check]:
+    """Register a check under the slots whose choice it judges."""
+    def register(check: Check) -> Check:
+        CHECKS.append((frozenset(slots), check))
+        return check
+    return register
+
+
+def run_checks(draft: Draft, slot: str | None = None) -> Iterator[Refusal]:
+    """Refusals of every generic check, or of those that judge ``slot``."""
+    for slots, check in CHECKS:
+        if slot is None or slot in slots:
+            yield from check(draft)
+
+
+def use_field(draft: Draft, slot: Slot, chosen: Chosen) -> str:
+    """The configuration path where the operator picks this component."""
+    if not slot.section:
+        return "model"
+    if not slot.many:
+        return f"{slot.section}.use"
+    held = draft.chosen[slot.name]
+    return f"{slot.section}.{held.index(chosen) if chosen in held else 0}.use"
+
+
+def refuse(draft: Draft, slot: str, chosen: Chosen, reason: str, fix: str, field: str = "") -> Refusal:
+    return Refusal(by=chosen.name, field=field or use_field(draft, BY_NAME[slot], chosen), reason=reason, fix=fix,
+                   origin=draft.origin(slot, chosen.name))
+
+
+def instead(draft: Draft, slot: str, fits: Callable[[Any], bool], otherwise: str) -> str:
+    """A fix that names the components that would do, or ``otherwise`` when none would."""
+    section = BY_NAME[slot].section or slot
+    names = draft.suggestions(slot, fits)
+    return f"{section}.use = " + " or ".join(f'"{name}"' for name in names) if names else otherwise
+
+
+# ---- one component against the facts --------------------------------------------------------------------------------
+
+
+def component_checks(draft: Draft, slot: Slot, component: Component, chosen: Chosen) -> Iterator[Refusal]:
+    """Contract, packages, device, compute capability, dtype."""
+    if component.contract != CONTRACT:
+        yield refuse(draft, slot.name, chosen, f"{component.name} was written for contract {component.contract}, this "
+                     f"is contract {CONTRACT}", f"install a version of {draft.origin(slot.name, component.name)} made "
+                     "for this release of glowplug")
+    yield from _packages(draft, slot, component, chosen)
+    yield from _device(draft, slot, component.offers, chosen)
+
+
+def missing_packages(component: Component, packages: dict[str, str]) -> list[tuple[str, str]]:
+    """(requirement, what is installed) of each package that is missing or of the wrong version."""
+    missing = []
+    for package in component.requires:
+        version = packages.get(package.name, "")
+        try:
+            fits = bool(version) and SpecifierSet(package.spec, prereleases=True).contains(version)
+        except InvalidSpecifier:
+            fits = False
+        if not fits:
+            missing.append((f"{package.name}{package.spec}", version or "not installed"))
+    return missing
+
+
+def _packages(draft: Draft, slot: Slot, component: Component, chosen: Chosen) -> Iterator[Refusal]:
+    for requirement, found in missing_packages(component, draft.facts.software.packages):
+        yield refuse(draft, slot.name, chosen, f"{component.name} needs {requirement} ({found})",
+                     f'pip install "{requirement}"')
+
+
+def _device(draft: Draft, slot: Slot, offers: Offers, chosen: Chosen) -> Iterator[Refusal]:
+    device, dtype = draft.values["device"], draft.values["dtype"]
+    machine = draft.facts.hardware
+    if device not in offers.devices:
+        yield refuse(draft, slot.name, chosen, f"{chosen.name} runs on {_list(offers.devices)}, the device is {device}",
+                     instead(draft, slot.name, lambda o: device in o.devices, f'device = "{min(offers.devices)}"'))
+    elif device == "cuda" and offers.compute:
+        found = {card.compute for card in machine.devices} - offers.compute
+        if found:
+            yield refuse(draft, slot.name, chosen, f"{chosen.name} supports SM{_list(offers.compute)}; {machine.name} "
+                         f"has SM{_list(found)}", instead(draft, slot.name, lambda o: not o.compute or not found - {
+                             card.compute for card in machine.devices if card.compute in o.compute}, "another device"))
+    if slot.step and dtype not in offers.dtypes:
+        yield refuse(draft, slot.name, chosen, f"{chosen.name} computes in {_list(offers.dtypes)}, the dtype is "
+                     f"{dtype}", f'dtype = "{min(offers.dtypes)}"', field="dtype")
+
+
+def _list(values: Any) -> str:
+    return ", ".join(str(value) for value in sorted(values))
+
+
+# ---- model, weights, quantization -----------------------------------------------------------------------------------
+
+
+@reads("model")
+def check_architecture(draft: Draft) -> Iterator[Refusal]:
+    for chosen in draft.chosen["model"]:
+        assert isinstance(chosen.offers, ModelOffers)
+        if draft.facts.model.architecture not in chosen.offers.architectures:
+            yield refuse(draft, "model", chosen, f"{chosen.name} builds {_list(chosen.offers.architectures)}, the model "
+                         f"is {draft.facts.model.architecture}", "a model of one of these architectures, or a plugin "
+                         "that registers this one")
+
+
+@reads("weights")
+def check_weight_format(draft: Draft) -> Iterator[Refusal]:
+    chosen, found = draft.first("weights"), draft.facts.model.format
+    if chosen is None:
+        return
+    assert isinstance(chosen.offers, WeightOffers)
+    formats = chosen.offers.formats
+    if "synthetic" in formats:
+        if draft.source("weights.use") is None:
+            yield refuse(draft, "weights", chosen, f"{chosen.name} makes its weights up, which only happens on request",
+                         f'weights.use = "{chosen.name}" for made-up weights')
+    elif found not in formats:
+        held = "no weights" if found == "none" else f"{found} weights"
+        yield refuse(draft, "weights", chosen, f"{chosen.name} reads {_list(formats)}; {draft.facts.model.path} holds "
+                     f"{held}", instead(draft, "weights", lambda o: found in o.formats or "synthetic" in o.formats,
+                                        "a folder with weights, or a plugin that reads them"))
+
+
+@reads("quantization")
+def check_quantization(draft: Draft) -> Iterator[Refusal]:
+    chosen, model = draft.first("quantization"), draft.facts.model
+    if chosen is None:
+        return
+    assert isinstance(chosen.offers, QuantizationOffers)
+    offers, method = chosen.offers, model.quant_method
+    if method not in offers.reads and method != "none":
+        native = instead(draft, "quantization", lambda o: method in o.reads, "a plugin that reads it")
+        yield refuse(draft, "quantization", chosen, stacking(draft, chosen.name),
+                     f'leave quantization out ({native} is chosen by itself)' if "use =" in native else native)
+    elif method not in offers.reads and not offers.online:
+        yield refuse(draft, "quantization", chosen, f"{chosen.name} reads checkpoints quantized as "
+                     f"{_list(offers.reads)}; this one is not quantized",
+                     instead(draft, "quantization", lambda o: "none" in o.reads, 'quantization.use = "auto"'))
+    elif method != "none" and offers.block_shape and model.quant_block and offers.block_shape != model.quant_block:
+        yield refuse(draft, "quantization", chosen, f"{chosen.name} reads blocks of {_shape(offers.block_shape)}, the "
+                     f"checkpoint has {_shape(model.quant_block)}", "a plugin that reads these blocks")
+
+
+def stacking(draft: Draft, name: str) -> str:
+    """Why a scheme cannot be put on a checkpoint that is quantized already."""
+    model = draft.facts.model
+    blocks = f" in {_shape(model.quant_block)} blocks" if model.quant_block else ""
+    return (f"the checkpoint is already quantized ({model.quant_method}{blocks}); {name} on top would quantize it a "
+            "second time")
+
+
+def _shape(block: tuple[int, int]) -> str:
+    return f"{block[0]}x{block[1]}"
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+
+
+@reads("attention", "model")
+def check_attention_kind(draft: Draft) -> Iterator[Refusal]:
+    chosen, model = draft.first("attention"), draft.first("model")
+    if chosen is None or model is None:
+        return
+    assert isinstance(chosen.offers, AttentionOffers) and isinstance(model.offers, ModelOffers)
+    kind = model.offers.kind
+    if kind not in chosen.offers.kinds:
+        yield refuse(draft, "attention", chosen, f"{chosen.name} computes {_list(chosen.offers.kinds)} attention, "
+                     f"{draft.facts.model.architecture} needs {kind}",
+                     instead(draft, "attention", lambda o: kind in o.kinds, f"a plugin with {kind} attention"))
+
+
+@reads("attention")
+def check_kv_dtype(draft: Draft) -> Iterator[Refusal]:
+    chosen, kv_dtype = draft.first("attention"), draft.values["kv_dtype"]
+    if chosen is None:
+        return
+    assert isinstance(chosen.offers, AttentionOffers)
+    if kv_dtype not in chosen.offers.kv_dtypes:
+        other = draft.suggestions("attention", lambda o: kv_dtype in o.kv_dtypes and o.kinds == chosen.offers.kinds)
+        fix = 'attention.kv_dtype = "auto"' + (f', or attention.use = "{other[0]}"' if other else "")
+        yield refuse(draft, "attention", chosen, f"{chosen.name} keeps the KV cache in "
+                     f"{_list(chosen.offers.kv_dtypes)}, not in {kv_dtype}", fix, field="attention.kv_dtype")
+
+
+@reads("attention")
+def check_page_size(draft: Draft) -> Iterator[Refusal]:
+    chosen, size = draft.first("attention"), draft.config.attention.page_size
+    if chosen is None or size is None:
+        return
+    assert isinstance(chosen.offers, AttentionOffers)
+    if chosen.offers.page_sizes and size not in chosen.offers.page_sizes:
+        yield refuse(draft, "attention", chosen, f"{chosen.name} reads pages of {_list(chosen.offers.page_sizes)} "
+                     f"tokens, not of {size}", f"attention.page_size = {min(chosen.offers.page_sizes)}",
+                     field="attention.page_size")
+
+
+@reads("attention", "speculative")
+def check_width(draft: Draft) -> Iterator[Refusal]:
+    chosen, speculative = draft.first("attention"), draft.first("speculative")
+    if chosen is None or speculative is None:
+        return
+    assert isinstance(chosen.offers, AttentionOffers) and isinstance(speculative.offers, SpeculativeOffers)
+    width, most = draft.values["width"], chosen.offers.max_width
+    if most and width > most:
+        yield refuse(draft, "attention", chosen, f"{chosen.name} takes {most} query tokens a row in decode, the "
+                     f"speculative algorithm computes {width}",
+                     instead(draft, "attention", lambda o: not o.max_width or o.max_width >= width, "draft fewer tokens"))
+    if speculative.offers.tree and not chosen.offers.tree:
+        yield refuse(draft, "attention", chosen, f"{chosen.name} reads causal chains only, the drafted tokens form a "
+                     "tree", instead(draft, "attention", lambda o: o.tree, "draft a chain (topk = 1)"))
+
+
+# ---- the step's path ------------------------------------------------------------------------------------------------
+
+
+def needed_modes(draft: Draft) -> frozenset[Mode]:
+    """Step modes that this combination runs."""
+    speculative = draft.first("speculative")
+    modes = {Mode.PREFILL, Mode.DECODE}
+    if speculative is not None and isinstance(speculative.offers, SpeculativeOffers) and speculative.offers.drafts:
+        modes = {Mode.PREFILL, Mode.VERIFY, Mode.DRAFT_DECODE, Mode.DRAFT_EXTEND}
+    if any(isinstance(c.offers, ParallelOffers) and c.offers.idle_steps for c in draft.chosen["parallel"]):
+        modes.add(Mode.IDLE)
+    return frozenset(modes)
+
+
+@reads("model", "attention", "quantization", "parallel", "collectives", "speculative", "graphs", "sampling", "ops")
+def check_modes(draft: Draft) -> Iterator[Refusal]:
+    needed = needed_modes(draft)
+    for slot, chosen in draft.step_path():
+        missing = [mode for mode in needed if chosen.offers.modes.get(mode, Capture.NO) < Capture.EAGER]
+        if missing:
+            yield refuse(draft, slot.name, chosen, f"{chosen.name} cannot run in {_list(missing)} steps, which this "
+                         "combination needs", instead(draft, slot.name, lambda o, m=missing: all(
+                             o.modes.get(mode, Capture.NO) >= Capture.EAGER for mode in m), "another combination"))
+
+
+@reads("model", "attention", "quantization", "parallel", "collectives", "speculative", "graphs", "sampling", "ops")
+def check_capture(draft: Draft) -> Iterator[Refusal]:
+    runner = draft.first("graphs")
+    if runner is None or not isinstance(runner.offers, GraphOffers):
+        return
+    captured = runner.offers.captures & needed_modes(draft)
+    for slot, chosen in draft.step_path():
+        if slot.name == "graphs" or not captured:
+            continue
+        loose = [mode for mode in captured if chosen.offers.modes.get(mode, Capture.NO) < Capture.GRAPH]
+        if loose:
+            yield refuse(draft, slot.name, chosen, f"{chosen.name} syncs with the host or allocates in {_list(loose)}, "
+                         "so these steps cannot be captured",
+                         instead(draft, "graphs", lambda o, m=loose: not o.captures & set(m), 'graphs.use = "auto"'),
+                         field="graphs.use")
+
+
+@reads("model", "attention", "quantization", "parallel", "collectives", "speculative", "graphs", "sampling", "ops")
+def check_overlap(draft: Draft) -> Iterator[Refusal]:
+    if not (draft.config.scheduler.overlap and draft.written("scheduler.overlap")):
+        return  # by default the plan turns it off itself, and says so
+    for slot, chosen in draft.step_path():
+        if not chosen.offers.overlap:
+            yield refuse(draft, slot.name, chosen, f"{chosen.name} waits for the device within a step, so steps cannot "
+                         "overlap", "scheduler.overlap = false, or leave it out", field="scheduler.overlap")
+
+
+# ---- speculation, parallelism, executor, policy -----------------------------------------------------------------------
+
+
+@reads("speculative", "model")
+def check_nextn(draft: Draft) -> Iterator[Refusal]:
+    chosen, model = draft.first("speculative"), draft.first("model")
+    if chosen is None or model is None or not isinstance(chosen.offers, SpeculativeOffers):
+        return
+    assert isinstance(model.offers, ModelOffers)
+    none = instead(draft, "speculative", lambda o: not o.drafts, 'speculative.use = "none"')
+    if chosen.offers.nextn_layer and not draft.facts.model.nextn_layers:
+        yield refuse(draft, "speculative", chosen, f"{chosen.name} drafts with the checkpoint's own next-token layer; "
+                     f"{draft.facts.model.path} has none", none)
+    elif chosen.offers.nextn_layer and not model.offers.nextn:
+        yield refuse(draft, "speculative", chosen, f"{chosen.name} needs a next-token layer, which {model.name} does "
+                     "not build", none)
+
+
+@reads("parallel")
+def check_mesh(draft: Draft) -> Iterator[Refusal]:
+    seen: dict[str, str] = {}
+    for chosen in draft.chosen["parallel"]:
+        assert isinstance(chosen.offers, ParallelOffers)
+        for axis in chosen.offers.axes or {"(none)"} if len(draft.chosen["parallel"]) > 1 else chosen.offers.axes:
+            if axis in seen:
+                yield refuse(draft, "parallel", chosen, f"{chosen.name} and {seen[axis]} both define the mesh axis "
+                             f"{axis}", "keep one of them")
+            seen[axis] = chosen.name
+
+
+@reads("parallel", "collectives", "executor")
+def check_ranks(draft: Draft) -> Iterator[Refusal]:
+    ranks, machine = draft.values["ranks"], draft.facts.hardware
+    have = machine.hosts * len(machine.devices)
+    holder = draft.first("parallel")
+    if holder is not None and draft.values["device"] == "cuda" and ranks > have:
+        yield refuse(draft, "parallel", holder, f"{ranks} ranks need {ranks} devices, {machine.name} has {have}",
+                     f"parallel.0.size = {have}", field="parallel.0.size")
+    collectives, executor = draft.first("collectives"), draft.first("executor")
+    if ranks > 1 and collectives is not None:
+        assert isinstance(collectives.offers, CollectiveOffers)
+        if not collectives.offers.ranks:
+            yield refuse(draft, "collectives", collectives, f"{collectives.name} connects one rank, the plan has "
+                         f"{ranks}", instead(draft, "collectives", lambda o: o.ranks, "one rank: leave parallel out"))
+    if executor is not None:
+        yield from _executor_ranks(draft, executor, ranks)
+
+
+def _executor_ranks(draft: Draft, executor: Chosen, ranks: int) -> Iterator[Refusal]:
+    assert isinstance(executor.offers, ExecutorOffers)
+    if ranks > 1 and not executor.offers.ranks:
+        yield refuse(draft, "executor", executor, f"{executor.name} runs one rank, the plan has {ranks}",
+                     instead(draft, "executor", lambda o: o.ranks, "one rank: leave parallel out"))
+    per_host = len(draft.facts.hardware.devices) or ranks
+    if ranks > per_host and not executor.offers.hosts:
+        yield refuse(draft, "executor", executor, f"{executor.name} stays on one host, {ranks} ranks need "
+                     f"{-(-ranks // per_host)}", instead(draft, "executor", lambda o: o.hosts,
+                                                         f"at most {per_host} ranks, or a plugin that spans hosts"))
+
+
+@reads("policy", "cache")
+def check_prefix_policy(draft: Draft) -> Iterator[Refusal]:
+    policy, cache = draft.first("policy"), draft.first("cache")
+    if policy is None or cache is None:
+        return
+    assert isinstance(policy.offers, PolicyOffers) and isinstance(cache.offers, CacheOffers)
+    if policy.offers.uses_prefix and not cache.offers.shares:
+        yield refuse(draft, "policy", policy, f"{policy.name} orders requests by their cached prefix, and {cache.name} "
+                     "caches none", instead(draft, "policy", lambda o: not o.uses_prefix, "another policy") + ", or "
+                     + instead(draft, "cache", lambda o: o.shares, "a prefix cache"))

@@ -1,0 +1,248 @@
+"""Pass three: what the operator asked for is taken, every ``auto`` takes the first candidate that nothing refuses.
+
+Each choice is a Decision with its reason; nothing overrides an explicit value. Plan zone: no torch.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from glowplug.core.checks import component_checks, missing_packages, run_checks
+from glowplug.core.component import CONTRACT, Chosen, Component, Options
+from glowplug.core.draft import Draft, chosen_of
+from glowplug.core.errors import Refusal
+from glowplug.core.offers import FLOAT_DTYPES, ModelOffers, ParallelOffers
+from glowplug.core.options import SpeculativeOptions
+from glowplug.core.plugin_loading import Registration
+from glowplug.core.slots import SLOTS, Slot
+
+
+def choose(draft: Draft) -> None:
+    """Fill ``draft.chosen`` and ``draft.values``; what cannot be filled becomes a refusal."""
+    _device(draft)
+    _dtype(draft)
+    _model(draft)
+    open_slots = [slot for slot in SLOTS if slot.section and not _take_asked(draft, slot)]
+    _numbers(draft)
+    for slot in open_slots:
+        _pick(draft, slot)
+        _numbers(draft)
+    _overlap(draft)
+
+
+# ---- device and dtype -------------------------------------------------------------------------------------------------
+
+
+def _device(draft: Draft) -> None:
+    asked, machine = draft.config.device, draft.facts.hardware
+    if asked != "auto":
+        by, why = draft.source("device") or ("default", "")
+        draft.decide("device", asked, by, why)
+        if asked == "cuda" and not machine.devices:
+            draft.refusals.append(Refusal("choose", "device", f"{machine.name} has no CUDA device", 'device = "cpu"'))
+        draft.values["device"] = asked
+        return
+    device, why = "cpu", f"{machine.name} has no CUDA device"
+    if machine.devices:
+        device, why = "cuda", f"{machine.name}: {machine.devices[0].name}"
+        if "+cpu" in draft.facts.software.packages.get("torch", ""):
+            device, why = "cpu", "the installed torch is a CPU build"
+        for slot in SLOTS:
+            if slot.step and not _any_offers(draft, slot, device):
+                device, why = "cpu", f"no {slot.name} component offers cuda"
+    draft.values["device"] = device
+    draft.decide("device", device, "auto", why)
+
+
+def _any_offers(draft: Draft, slot: Slot, device: str) -> bool:
+    found = draft.plugins.components(slot.name)
+    asked = {options.use for options in draft.config.section(slot)} - {"auto"}
+    return any(device in r.component.offers.devices for r in found if not asked or r.component.name in asked)
+
+
+def _dtype(draft: Draft) -> None:
+    asked, checkpoint = draft.config.dtype, draft.facts.model.dtype
+    if asked != "auto":
+        by, why = draft.source("dtype") or ("default", "")
+    elif draft.values["device"] == "cpu":
+        asked, by, why = "float32", "auto", "exact on the CPU, and bf16 is slow on most of them"
+    elif checkpoint in FLOAT_DTYPES:
+        asked, by, why = checkpoint, "auto", "the checkpoint's"
+    else:
+        asked, by, why = "bfloat16", "auto", f"the checkpoint is {checkpoint}"
+    draft.values["dtype"] = asked
+    draft.decide("dtype", asked, by, why)
+    kv, source = draft.config.attention.kv_dtype, draft.source("attention.kv_dtype")
+    draft.values["kv_dtype"] = asked if kv == "auto" else kv
+    if kv == "auto" or source is None:
+        source = ("auto", "the compute dtype")
+    draft.decide("attention.kv_dtype", draft.values["kv_dtype"], *source)
+
+
+# ---- components -------------------------------------------------------------------------------------------------------
+
+
+def _model(draft: Draft) -> None:
+    architecture = draft.facts.model.architecture
+    known: set[str] = set()
+    for found in draft.plugins.components("model"):
+        assert isinstance(found.component.offers, ModelOffers)
+        known |= found.component.offers.architectures
+        if architecture in found.component.offers.architectures:
+            options = found.component.options.model_validate({"use": found.component.name})
+            draft.chosen["model"] = (chosen_of(found.component, options),)
+            draft.decide("model", found.component.name, "facts", f"config.json says {architecture}")
+            draft.refusals += component_checks(draft, SLOTS[0], found.component, draft.chosen["model"][0])
+            return
+    draft.refusals.append(Refusal(
+        "choose", "model", f"no plugin builds {architecture} (known: {', '.join(sorted(known)) or 'none'})",
+        "a model of a known architecture, or a plugin that registers this one"))
+
+
+def _take_asked(draft: Draft, slot: Slot) -> bool:
+    """Put what the operator (or a default) named into the slot. False: it is ``auto`` and still open."""
+    asked = draft.config.section(slot)
+    if slot.many:
+        return _take_many(draft, slot, asked)
+    options = asked[0]
+    if options.use == "auto":
+        return False
+    _put(draft, slot, options.use, options)
+    by, why = draft.source(f"{slot.section}.use") or ("default", _summary(draft, slot, options.use))
+    draft.decide(f"{slot.section}.use", options.use, by, why)
+    return True
+
+
+def _take_many(draft: Draft, slot: Slot, asked: tuple[Options, ...]) -> bool:
+    for number, options in enumerate(asked):
+        _put(draft, slot, options.use, options)
+        by, why = (draft.source(f"{slot.section}.{number}.use") or draft.source(slot.section)
+                   or ("default", _summary(draft, slot, options.use)))
+        draft.decide(f"{slot.section}.{number}.use", options.use, by, why)
+    if asked or slot.default == "auto":
+        if not asked:
+            draft.decide(slot.section, "none", "default", "not asked for")
+        return True
+    found = draft.plugins.find(slot.name, slot.default)
+    if found is None:
+        draft.refusals.append(Refusal("choose", slot.section, f"the default {slot.default!r} is not registered",
+                                      f"write a [[{slot.section}]] section, or do not block its plugin"))
+        return True
+    _put(draft, slot, slot.default, found.component.options.model_validate({"use": slot.default}))
+    draft.decide(f"{slot.section}.0.use", slot.default, "default", found.component.summary)
+    return True
+
+
+def _put(draft: Draft, slot: Slot, name: str, options: Options) -> None:
+    found = draft.plugins.find(slot.name, name)
+    assert found is not None, f"{slot.name} {name} was parsed, so it is registered"
+    draft.chosen[slot.name] += (chosen_of(found.component, options),)
+
+
+def _summary(draft: Draft, slot: Slot, name: str) -> str:
+    found = draft.plugins.find(slot.name, name)
+    return found.component.summary if found is not None else ""
+
+
+def _pick(draft: Draft, slot: Slot) -> None:
+    """The first candidate of an ``auto`` slot that no check refuses."""
+    asked = draft.config.section(slot)[0]
+    given = asked.model_dump(mode="json", include=asked.model_fields_set - {"use"})
+    before = {slot_refusal for slot_refusal in run_checks(draft, slot.name)}
+    failed: list[tuple[str, Refusal]] = []
+    for found in draft.plugins.components(slot.name):
+        options = found.component.options.model_validate({**given, "use": found.component.name})
+        chosen = chosen_of(found.component, options)
+        draft.chosen[slot.name] = (chosen,)
+        refusal = next(_against(draft, slot, found, chosen, before), None)
+        if refusal is None:
+            draft.decide(f"{slot.section}.use", chosen.name, "auto", _why(found, failed))
+            return
+        failed.append((chosen.name, refusal))
+    draft.chosen[slot.name] = ()
+    draft.refusals.append(_nothing_fits(slot, failed))
+
+
+def _against(draft: Draft, slot: Slot, found: Registration, chosen: Chosen,
+             before: set[Refusal]) -> Iterator[Refusal]:
+    yield from component_checks(draft, slot, found.component, chosen)
+    yield from (refusal for refusal in run_checks(draft, slot.name) if refusal not in before)
+    yield from own_check(draft, slot, found.component, chosen)
+
+
+def own_check(draft: Draft, slot: Slot, component: Component, chosen: Chosen) -> list[Refusal]:
+    """Refusals of the component's own check; a check that raises is a refusal naming its distribution."""
+    if component.check is None:
+        return []
+    origin = draft.origin(slot.name, chosen.name)
+    try:
+        return [Refusal(r.by, r.field, r.reason, r.fix, origin) for r in component.check(draft.context(chosen.options))]
+    except Exception as error:
+        return [Refusal(chosen.name, slot.section or slot.name, f"its check failed with {type(error).__name__}: {error}",
+                        f"report it to {origin}; choose another component meanwhile", origin)]
+
+
+def _why(found: Registration, failed: list[tuple[str, Refusal]]) -> str:
+    if failed:
+        return "; ".join(refusal.reason for _, refusal in failed)
+    return found.component.summary or "first that fits"
+
+
+def _nothing_fits(slot: Slot, failed: list[tuple[str, Refusal]]) -> Refusal:
+    if not failed:
+        return Refusal("choose", f"{slot.section}.use", f"no {slot.name} component is registered",
+                       "load a plugin that registers one (glowplug plugins lists what is there)")
+    if len(failed) == 1:
+        return failed[0][1]
+    fields = {refusal.field for _, refusal in failed}
+    # NOTE: a field that all candidates blame (a dtype, a page size) is what the operator has to change.
+    field = fields.pop() if len(fields) == 1 else f"{slot.section}.use"
+    best = next((r for _, r in failed if "request" in r.reason), failed[0][1])
+    return Refusal("choose", field, f"no {slot.name} component fits: "
+                   + "; ".join(refusal.reason for _, refusal in failed), best.fix, best.origin)
+
+
+# ---- numbers that checks read -----------------------------------------------------------------------------------------
+
+
+def _numbers(draft: Draft) -> None:
+    """Width, mesh and ranks, as far as they are chosen."""
+    speculative = draft.first("speculative")
+    options: Any = speculative.options if speculative is not None else None
+    draft.values["width"] = options.width() if isinstance(options, SpeculativeOptions) else 1
+    mesh: dict[str, int] = {}
+    for chosen in draft.chosen["parallel"]:
+        assert isinstance(chosen.offers, ParallelOffers)
+        for axis in sorted(chosen.offers.axes):
+            mesh[axis] = getattr(chosen.options, "size", 1)
+    draft.values["mesh"] = mesh
+    draft.values["ranks"] = max(mesh.get("tp", 1) * mesh.get("pp", 1), mesh.get("world", 1), 1)
+
+
+def _overlap(draft: Draft) -> None:
+    """Overlapped steps, unless the operator or a component on the path says otherwise."""
+    wanted = draft.config.scheduler.overlap
+    waiting = [chosen.name for _, chosen in draft.step_path() if not chosen.offers.overlap]
+    draft.values["overlap"] = wanted and not waiting
+    source = draft.source("scheduler.overlap")
+    if source is not None and wanted != bool(waiting):
+        draft.decide("scheduler.overlap", wanted, *source)
+    elif waiting and wanted:
+        draft.decide("scheduler.overlap", False, waiting[0], f"{', '.join(waiting)} waits for the device within a step")
+    else:
+        draft.decide("scheduler.overlap", wanted, "default", "the next step starts before the last one is read")
+
+
+def unavailable(component: Component, packages: dict[str, str]) -> str:
+    """Why a component cannot be used in this environment; "" when it can."""
+    if component.contract != CONTRACT:
+        return f"written for contract {component.contract}, this is {CONTRACT}"
+    missing = missing_packages(component, packages)
+    return "; ".join(f"needs {requirement} ({found})" for requirement, found in missing)
+
+
+def needed_packages(registrations: Iterator[Registration]) -> set[str]:
+    """Distributions whose versions the checks look at."""
+    return {"torch"} | {package.name for found in registrations for package in found.component.requires}
+
+

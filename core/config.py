@@ -1,0 +1,301 @@
+"""The operator's configuration: a pydantic model built from the components that are registered.
+
+One section a slot, a discriminated union on ``use``; ``use = "auto"`` takes only the fields every component of the slot
+has. Parsed once, strictly (a number in quotes is not a number), frozen, and never written again. No torch.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, cast
+
+import msgspec
+from pydantic import Field, ValidationError, create_model
+
+from glowplug.core.component import Options
+from glowplug.core.config_errors import explain
+from glowplug.core.errors import Refusal
+from glowplug.core.options import (
+    OPTION_BASES,
+    AttentionOptions,
+    CacheOptions,
+    CollectivesOptions,
+    ExecutorOptions,
+    GraphOptions,
+    LogOptions,
+    MemoryOptions,
+    MetricsOptions,
+    OpsOptions,
+    OutputOptions,
+    ParallelOptions,
+    PolicyOptions,
+    QuantizationOptions,
+    SamplingOptions,
+    SchedulerOptions,
+    Section,
+    ServerOptions,
+    SpeculativeOptions,
+    WeightOptions,
+)
+from glowplug.core.slots import SLOTS, Slot
+
+if TYPE_CHECKING:
+    from glowplug.core.plugins import PluginSet
+
+FIXED_SECTIONS = ("memory", "server", "log", "metrics")
+SECRETS = frozenset({"server.api_key", "server.admin_api_key"})  #: shown and recorded as ***
+
+
+class EngineConfig(Section):
+    """Fields of the file's top level. :func:`config_class` adds the registered plugins' options to each section."""
+
+    model: str = Field(min_length=1, description='folder, file, downloaded hub id, or "embedded"')
+    tokenizer: str | None = Field(None, description="folder of the tokenizer; None: the model's")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="compute dtype")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
+    seed: int = Field(0, ge=0, lt=1 << 63, description="of requests without a seed of their own, and random weights")
+    context_length: int | None = Field(None, ge=1, description="longest sequence; None: the model's, if memory holds it")
+    skip_tokenizer: bool = Field(False, description="token ids in and out only")
+    revision: str | None = Field(None, description="accepted; models are read where they are, nothing is downloaded")
+    trust_remote_code: bool = Field(False, description="accepted; code from a model folder is never run")
+    memory: MemoryOptions = Field(default_factory=MemoryOptions)
+    server: ServerOptions = Field(default_factory=ServerOptions)
+    log: LogOptions = Field(default_factory=LogOptions)
+    metrics: MetricsOptions = Field(default_factory=MetricsOptions)
+
+    if TYPE_CHECKING:  # the sections that config_class() adds, by their bases
+        attention: AttentionOptions
+        quantization: QuantizationOptions
+        parallel: tuple[ParallelOptions, ...]
+        collectives: CollectivesOptions
+        speculative: SpeculativeOptions
+        scheduler: SchedulerOptions
+        policy: PolicyOptions
+        graphs: GraphOptions
+        cache: CacheOptions
+        sampling: SamplingOptions
+        outputs: tuple[OutputOptions, ...]
+        weights: WeightOptions
+        executor: ExecutorOptions
+        ops: OpsOptions
+
+    def section(self, slot: Slot) -> tuple[Options, ...]:
+        """What the operator asked for in a slot; empty for a slot without a section."""
+        if not slot.section:
+            return ()
+        value: Any = getattr(self, slot.section)
+        return tuple(value) if slot.many else (value,)
+
+
+def config_class(plugins: PluginSet) -> type[EngineConfig]:
+    """The configuration model for these plugins."""
+    fields: dict[str, Any] = {}
+    for slot in SLOTS:
+        if slot.section:
+            members = [found.component.options for found in plugins.components(slot.name)]
+            fields[slot.section] = _many(members) if slot.many else _one(slot, members)
+    made: type[EngineConfig] = create_model("EngineConfig", __base__=EngineConfig, **fields)
+    return made
+
+
+def _one(slot: Slot, members: list[type[Options]]) -> tuple[Any, Any]:
+    auto = auto_options(slot)
+    if not members:
+        return (auto, Field(default_factory=auto))
+    union: Any = Union[(auto, *members)]
+    return (Annotated[union, Field(discriminator="use")], Field(default_factory=auto))
+
+
+def _many(members: list[type[Options]]) -> tuple[Any, Any]:
+    if len(members) == 1:
+        return (tuple[members[0], ...], ())  # type: ignore[valid-type]
+    if not members:
+        return (tuple[Options, ...], ())
+    union: Any = Annotated[Union[tuple(members)], Field(discriminator="use")]  # noqa: UP007 - built at run time
+    return (tuple[union, ...], ())
+
+
+_AUTO: dict[str, type[Options]] = {}
+
+
+def auto_options(slot: Slot) -> type[Options]:
+    """Options of ``use = "auto"``: the fields that every component of the slot has."""
+    if slot.name not in _AUTO:
+        base = OPTION_BASES.get(slot.name, Options)
+        name = f"Auto{slot.name.capitalize()}Options"
+        made: Any = create_model(name, __base__=base, use=(Literal["auto"], "auto"))
+        _AUTO[slot.name] = made
+    return _AUTO[slot.name]
+
+
+@dataclass
+class Parsed:
+    """A configuration as parsed.
+
+    Attributes:
+        config: the frozen model; keys that were refused are left out of it.
+        raw: the operator's dict, as given.
+        origins: where each value came from, by dotted path: "engine.toml:12", "--tp 8", a plugin's name.
+        operator: dotted paths (leaves and sections) that the operator wrote.
+        refusals: what was wrong.
+        unknown: slot -> the ``use`` that names no registered component (the section then counts as auto).
+    """
+
+    config: EngineConfig
+    raw: Mapping[str, Any]
+    origins: Mapping[str, str]
+    operator: frozenset[str]
+    refusals: list[Refusal] = field(default_factory=list)
+    unknown: dict[str, str] = field(default_factory=dict)
+
+
+def parse(raw: Mapping[str, Any], plugins: PluginSet, model: type[EngineConfig],
+          contributed: Mapping[str, tuple[Any, str]], origins: Mapping[str, str]) -> Parsed:
+    """Pass one. Never raises for the operator's mistakes: they are in ``refusals``, all of them."""
+    operator = frozenset(paths(raw))
+    merged, sources = contribute(raw, contributed, operator)
+    data = _with_use(merged, plugins)
+    origins = {**sources, **origins}
+    refusals: list[Refusal] = []
+    unknown: dict[str, str] = {}
+    for _ in range(64):  # NOTE: each round removes at least one key; the bound is for a validator that disagrees
+        try:
+            config = model.__pydantic_validator__.validate_json(msgspec.json.encode(data), strict=True)
+            return Parsed(cast(EngineConfig, config), raw, origins, operator, refusals, unknown)
+        except ValidationError as error:
+            gone = []
+            for problem in error.errors(include_url=False):
+                found = explain(problem, data, plugins, model, origins)
+                if found.refusal not in refusals:
+                    refusals.append(found.refusal)
+                if found.slot:
+                    unknown[found.slot] = found.name
+                gone.append(found.path)
+            for path in gone:
+                _drop(data, path)
+            _compact(data)
+    raise AssertionError(f"the configuration does not settle: {refusals}")
+
+
+def paths(value: object, prefix: str = "") -> list[str]:
+    """Dotted path of every key in a nested value, list items by number."""
+    found: list[str] = []
+    items: list[tuple[Any, Any]]
+    if isinstance(value, Mapping):
+        items = list(value.items())
+    elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
+        items = list(enumerate(value))
+    else:
+        return found
+    for key, item in items:
+        path = f"{prefix}.{key}" if prefix else str(key)
+        found.append(path)
+        found.extend(paths(item, path))
+    return found
+
+
+def contribute(raw: Mapping[str, Any], contributed: Mapping[str, tuple[Any, str]],
+               operator: frozenset[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The operator's values over contributed ones; and who contributed what.
+
+    A contributed option of a section counts only while the operator has not picked another ``use`` there.
+    """
+    data: dict[str, Any] = {key: _copy(value) for key, value in raw.items()}
+    sources: dict[str, str] = {}
+    for path, (value, by) in contributed.items():
+        section, _, key = path.partition(".")
+        if path in operator or (key and not isinstance(data.get(section, {}), dict)):
+            continue
+        picked = raw[section].get("use") if key and isinstance(raw.get(section), Mapping) else None
+        if picked is not None and picked != contributed.get(f"{section}.use", (picked, ""))[0]:
+            continue
+        if key:
+            data.setdefault(section, {})[key] = value
+        else:
+            data[section] = _copy(value)
+        sources[path] = by
+    return data, sources
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copy(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_copy(item) for item in value]
+    return value
+
+
+def _with_use(data: dict[str, Any], plugins: PluginSet) -> dict[str, Any]:
+    """Every single-valued section with its ``use`` filled in, and parsers' other names replaced by their own."""
+    for slot in SLOTS:
+        if not slot.section:
+            continue
+        if slot.many:
+            value = data.get(slot.section)
+            if isinstance(value, dict):
+                data[slot.section] = value = [value]
+            for item in value if isinstance(value, list) else ():
+                if isinstance(item, dict) and isinstance(item.get("use"), str):
+                    item["use"] = _canonical(slot, item["use"], plugins)
+            continue
+        value = data.setdefault(slot.section, {})
+        if isinstance(value, dict):
+            if "use" not in value:
+                data[slot.section] = {"use": slot.default, **value}
+            elif isinstance(value["use"], str):
+                value["use"] = _canonical(slot, value["use"], plugins)
+    return data
+
+
+def _canonical(slot: Slot, name: str, plugins: PluginSet) -> str:
+    """The registered name that ``name`` means: itself, or the component that lists it among its aliases."""
+    found = plugins.components(slot.name)
+    if any(registration.component.name == name for registration in found):
+        return name
+    for registration in found:
+        aliases: frozenset[str] = getattr(registration.component.offers, "aliases", frozenset())
+        if name in aliases or name.replace("-", "_") == registration.component.name:
+            return registration.component.name
+    return name
+
+
+_SINGLE = frozenset(slot.section for slot in SLOTS if slot.section and not slot.many)
+
+
+def _drop(data: dict[str, Any], path: Sequence[str | int]) -> None:
+    """Take one refused key out, so that the rest can still be checked. List items become None."""
+    if not path or path == ("model",):
+        data["model"] = "?"
+        return
+    holder: Any = data
+    for part in path[:-1]:
+        holder = holder[part]
+    if isinstance(holder, list):
+        holder[int(path[-1])] = None
+    elif len(path) == 1 and path[0] in _SINGLE:
+        holder[path[0]] = {"use": "auto"}
+    else:
+        holder.pop(path[-1], None)
+
+
+def _compact(data: dict[str, Any]) -> None:
+    for key, value in data.items():
+        if isinstance(value, list):
+            data[key] = [item for item in value if item is not None]
+
+
+def recorded(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The operator's configuration for the plan's record, secrets replaced by ***."""
+    copy: dict[str, Any] = _copy(raw)
+    server = copy.get("server")
+    if isinstance(server, dict):
+        for path in SECRETS:
+            key = path.partition(".")[2]
+            if server.get(key) is not None:
+                server[key] = "***"
+    return copy
+
+
+def server_options(raw: Mapping[str, Any]) -> ServerOptions:
+    """The ``server`` section of a configuration that has been planned."""
+    return ServerOptions.model_validate_json(msgspec.json.encode(raw.get("server", {})), strict=True)

@@ -1,0 +1,176 @@
+"""pydantic's validation errors as refusals: field, place, "did you mean", fix. Plan zone: no torch."""
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pydantic import BaseModel
+
+from glowplug.core.errors import Refusal
+from glowplug.core.slots import SLOTS, Slot
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+    from glowplug.core.plugins import PluginSet
+
+_BY_SECTION = {slot.section: slot for slot in SLOTS if slot.section}
+
+
+def key_path(problem: ErrorDetails) -> tuple[str | int, ...]:
+    """The configuration path of a problem: pydantic's location without the union tags it puts in."""
+    loc = problem["loc"]
+    slot = _BY_SECTION.get(str(loc[0])) if loc else None
+    if slot is None:
+        return loc
+    at = 2 if slot.many else 1
+    if len(loc) <= at or problem["type"].startswith("union_tag"):
+        return loc
+    # NOTE: a union of one member has no tag in its locations, so a tag is recognised by being no key of the section.
+    tagged = isinstance(loc[at], str) and len(loc) > at + 1
+    return (*loc[:at], *loc[at + 1:]) if tagged else loc
+
+
+def dotted(path: Iterable[str | int]) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def place(path: str, origins: Mapping[str, str]) -> str:
+    """Where ``path`` was written: its own place, or its nearest parent's."""
+    while path:
+        if path in origins:
+            return origins[path]
+        path = path.rpartition(".")[0]
+    return ""
+
+
+class Explained(NamedTuple):
+    """A refusal; the path to leave out so that the rest can be checked; for an unknown ``use``, its slot and name."""
+
+    refusal: Refusal
+    path: tuple[str | int, ...]
+    slot: str = ""
+    name: str = ""
+
+
+def explain(problem: ErrorDetails, data: Mapping[str, Any], plugins: PluginSet, model: type[BaseModel],
+            origins: Mapping[str, str]) -> Explained:
+    """One of pydantic's problems in the operator's words."""
+    path = key_path(problem)
+    where = place(dotted(path), origins)
+    slot = _BY_SECTION.get(str(path[0])) if path else None
+    kind = problem["type"]
+    if slot is not None and kind == "literal_error" and path[-1] == "use":  # a union of one member
+        name = str(problem["input"])
+        return Explained(_unknown_use(slot, path[:-1], name, plugins, where), path[:-1], slot.name, name)
+    if slot is not None and kind == "union_tag_invalid":
+        name = str(problem.get("ctx", {}).get("tag", ""))
+        return Explained(_unknown_use(slot, path, name, plugins, where), path, slot.name, name)
+    if kind == "extra_forbidden":
+        return Explained(_unknown_key(path, slot, data, plugins, model, where), path)
+    if slot is not None and kind == "union_tag_not_found":
+        return Explained(_refusal(path, "has no 'use'", f"write use = one of {_names(slot, plugins)}", where), path)
+    if path == ("model",) and kind == "missing":
+        fix = 'model = "embedded" (--model embedded), or a folder'
+        return Explained(_refusal(path, "no model is given", fix, where), path)
+    return Explained(_wrong_value(path, problem, where), path)
+
+
+def _refusal(path: Iterable[str | int], reason: str, fix: str, where: str) -> Refusal:
+    return Refusal(by="config", field=dotted(path), reason=f"{where}: {reason}" if where else reason, fix=fix)
+
+
+def _names(slot: Slot, plugins: PluginSet) -> str:
+    names = [found.component.name for found in plugins.components(slot.name)]
+    return ", ".join(names) or "nothing: no plugin registers one"
+
+
+def _unknown_use(slot: Slot, path: tuple[str | int, ...], name: str, plugins: PluginSet, where: str) -> Refusal:
+    names = [found.component.name for found in plugins.components(slot.name)]
+    close = difflib.get_close_matches(name.lower(), names, 1, 0.6)
+    field = (*path, "use")
+    reason = f"no component named {name!r} is registered (registered: {_names(slot, plugins)})"
+    if close:
+        fix = f"did you mean {close[0]!r}?"
+    elif slot.many:
+        fix = f"leave it out, or install a plugin that registers {name!r} (glowplug plugins lists what is there)"
+    else:
+        default = slot.default if slot.default in names else "auto"
+        fix = f'{slot.section}.use = "{default}", or install a plugin that registers {name!r} (see glowplug plugins)'
+    return _refusal(field, reason, fix, where)
+
+
+def _unknown_key(path: tuple[str | int, ...], slot: Slot | None, data: Mapping[str, Any], plugins: PluginSet,
+                 model: type[BaseModel], where: str) -> Refusal:
+    key = str(path[-1])
+    if slot is not None:
+        holder = _section(data, path[:-1])
+        return _refusal(path, "unknown key", _option_hint(key, slot, holder, plugins), where)
+    fields = _fields(model, path[:-1])
+    close = difflib.get_close_matches(key, fields, 1, 0.6)
+    if close:
+        return _refusal(path, "unknown key", f"did you mean {close[0]!r}?", where)
+    homes = [home for home in leaf_paths(plugins, model) if home.rpartition(".")[2] == key]
+    close = homes or difflib.get_close_matches(key, leaf_paths(plugins, model), 1, 0.8)
+    fix = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(fields)}"
+    return _refusal(path, "unknown key", fix, where)
+
+
+def _section(data: Mapping[str, Any], path: Iterable[str | int]) -> Mapping[str, Any]:
+    holder: Any = data
+    for part in path:
+        holder = holder[part]
+    return holder if isinstance(holder, Mapping) else {}
+
+
+def _option_hint(key: str, slot: Slot, holder: Mapping[str, Any], plugins: PluginSet) -> str:
+    use = str(holder.get("use", slot.default))
+    owners = {found.component.name: list(found.component.options.model_fields)
+              for found in plugins.components(slot.name)}
+    having = [name for name, fields in owners.items() if key in fields and name != use]
+    if having:
+        return f'it is an option of {", ".join(having)}: write use = "{having[0]}" beside it'
+    fields = owners.get(use) or sorted({name for fields in owners.values() for name in fields})
+    close = difflib.get_close_matches(key, fields, 1, 0.6)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    known = ", ".join(name for name in fields if name != "use")
+    if use == "auto":
+        return f"auto takes no such option: write use = the component that has it (options here: {known})"
+    return f"leave it out; options of {use}: {known}" if known else f"leave it out: {use} has no options"
+
+
+def _fields(model: type[BaseModel], path: Iterable[str | int]) -> list[str]:
+    """Keys that the (fixed) section at ``path`` knows."""
+    current: Any = model
+    for part in path:
+        info = getattr(current, "model_fields", {}).get(str(part))
+        current = info.annotation if info is not None else None
+    return list(getattr(current, "model_fields", {}))
+
+
+def leaf_paths(plugins: PluginSet, model: type[BaseModel]) -> list[str]:
+    """Dotted path of every key the configuration knows."""
+    found = list(model.model_fields)
+    for name, info in model.model_fields.items():
+        if name not in _BY_SECTION and isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            found += [f"{name}.{key}" for key in info.annotation.model_fields]
+    for slot in SLOTS:
+        for registration in plugins.components(slot.name) if slot.section else ():
+            found += [f"{slot.section}.{key}" for key in registration.component.options.model_fields]
+    return list(dict.fromkeys(found))
+
+
+def _wrong_value(path: tuple[str | int, ...], problem: ErrorDetails, where: str) -> Refusal:
+    value = problem["input"]
+    shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
+    if path and str(path[-1]) in ("api_key", "admin_api_key"):
+        shown = "a value"
+    message = problem["msg"].removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    expected = str(problem.get("ctx", {}).get("expected", ""))
+    options = [part.strip("' ") for part in expected.replace(" or ", ", ").split(",")]
+    close = difflib.get_close_matches(str(value).lower(), options, 1, 0.5) if expected else []
+    fix = f"did you mean {close[0]!r}?" if close else f"write a value of that kind for {dotted(path)}"
+    return _refusal(path, f"{message.replace('input', f'the value {shown}', 1)}", fix, where)

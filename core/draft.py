@@ -1,0 +1,80 @@
+"""A plan under construction: what the passes of ``resolve.py`` fill in and read. Plan zone: no torch."""
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from glowplug.core.component import CheckContext, Chosen, Component, Options
+from glowplug.core.config import EngineConfig, Parsed
+from glowplug.core.config_errors import place
+from glowplug.core.errors import Refusal
+from glowplug.core.facts import Facts
+from glowplug.core.plan import Decision
+from glowplug.core.slots import SLOTS, Slot
+
+if TYPE_CHECKING:
+    from glowplug.core.plugins import PluginSet
+
+
+@dataclass
+class Draft:
+    """Attributes:
+        values: decided values that checks read: device, dtype, kv_dtype, width, ranks, mesh, overlap.
+        chosen: what each slot holds so far; every slot is a key.
+        elements: numbers in the checkpoint by (dtype, belongs to a next-token layer).
+    """
+
+    plugins: PluginSet
+    parsed: Parsed
+    facts: Facts
+    elements: Mapping[tuple[str, bool], int]
+    refusals: list[Refusal] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    chosen: dict[str, tuple[Chosen, ...]] = field(default_factory=lambda: {slot.name: () for slot in SLOTS})
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.parsed.config
+
+    def decide(self, field: str, value: Any, by: str, why: str) -> None:
+        self.decisions.append(Decision(field, value, by, why))
+
+    def written(self, path: str) -> bool:
+        """Did the operator write this path?"""
+        return path in self.parsed.operator
+
+    def source(self, path: str) -> tuple[str, str] | None:
+        """(by, why) of a value that was given: by the operator, or contributed. None: nobody gave it."""
+        if path in self.parsed.operator:
+            return "operator", place(path, self.parsed.origins) or "given"
+        if path in self.parsed.origins:
+            return self.parsed.origins[path], "contributed default"
+        return None
+
+    def first(self, slot: str) -> Chosen | None:
+        held = self.chosen[slot]
+        return held[0] if held else None
+
+    def step_path(self) -> Iterable[tuple[Slot, Chosen]]:
+        """Every component that takes part in a step."""
+        for slot in SLOTS:
+            if slot.step:
+                for chosen in self.chosen[slot.name]:
+                    yield slot, chosen
+
+    def origin(self, slot: str, name: str) -> str:
+        """Distribution and version of a component, for refusals."""
+        return self.plugins.source_of(slot, name).origin
+
+    def context(self, options: Options) -> CheckContext:
+        return CheckContext(options, self.config, self.facts, self.chosen, self.values)
+
+    def suggestions(self, slot: str, fits: Any) -> list[str]:
+        """Names of the slot's components whose offers satisfy ``fits``."""
+        return [found.component.name for found in self.plugins.components(slot) if fits(found.component.offers)]
+
+
+def chosen_of(component: Component, options: Options) -> Chosen:
+    return Chosen(component.name, options, component.offers)

@@ -1,0 +1,183 @@
+"""From a configuration to a frozen plan, in six pure passes: parse, facts, choose, check, size, freeze.
+
+Nothing here reads a weight or imports torch. Whatever cannot run is refused with reason and fix, all at once.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from glowplug.core.checks import component_checks, run_checks, stacking
+from glowplug.core.choose import choose, own_check
+from glowplug.core.config import SECRETS, Parsed, parse, paths, recorded
+from glowplug.core.draft import Draft
+from glowplug.core.errors import ConfigError, FactsError, PlanRefused, Refusal, WeightError
+from glowplug.core.facts import Facts, HardwareFacts, SoftwareFacts
+from glowplug.core.machine import this_machine
+from glowplug.core.plan import BudgetLine, Choice, Decision, EnginePlan, Sizes
+from glowplug.core.plugins import ModelReading, PluginSet, load_plugins
+from glowplug.core.sizing import size
+from glowplug.core.slots import BY_NAME, SLOTS
+
+
+def plan(config: Mapping[str, Any], *, source: str = "the configuration", lines: Mapping[str, int] | None = None,
+         origins: Mapping[str, str] | None = None, plugins: PluginSet | None = None,
+         hardware: HardwareFacts | None = None, contributed: Mapping[str, Any] | None = None,
+         prior: Sequence[Refusal] = (), notes: Sequence[Decision] = ()) -> EnginePlan:
+    """The plan for ``config``.
+
+    Args:
+        config: nested dict, one key a section; see ``core/config.py``.
+        source: what to call it in messages ("engine.toml").
+        lines: line of ``source`` by dotted path.
+        origins: where a value came from by dotted path ("--tp 8"), over ``lines``.
+        plugins: loaded plugins; None: load them.
+        hardware: a fact sheet; None: this machine.
+        contributed: the caller's own defaults by dotted path; they yield to the operator's values.
+        prior: refusals found before (while reading the file), reported with the others.
+        notes: decisions made before (flags without effect), recorded in the plan.
+
+    Raises ConfigError when something could not be parsed, PlanRefused when it cannot run; both carry every reason.
+    """
+    plugins = plugins if plugins is not None else load_plugins()
+    places = {path: f"{source}:{line}" for path, line in (lines or {}).items()} | dict(origins or {})
+    refusals = list(prior)
+    reading = _read_model(config, plugins, refusals)
+    software = plugins.software
+    if hardware is not None and "+cpu" in software.packages.get("torch", ""):
+        software = SoftwareFacts(software.python, {k: v for k, v in software.packages.items() if k != "torch"})
+    facts = Facts(reading.facts, hardware or this_machine(), software) if reading is not None else None
+    defaults = _contributions(plugins, facts, contributed or {})
+    parsed = parse(config, plugins, plugins.config_model, defaults, places)
+    unread = [refusal for refusal in refusals if refusal.field != "model" or not _about_model(parsed.refusals)]
+    if facts is None or reading is None:
+        raise ConfigError([*unread, *parsed.refusals], source)
+    draft = Draft(plugins, parsed, facts, reading.elements)
+    draft.decisions += [*notes, *_remarks(draft)]
+    choose(draft)
+    _check(draft)
+    sized = size(draft) if _complete(draft) else None
+    found = [*prior, *_enriched(parsed, draft), *draft.refusals]
+    if prior or parsed.refusals:
+        raise ConfigError(_unique(found), source)
+    if found or sized is None:
+        raise PlanRefused(_unique(found), source)
+    return _freeze(draft, *sized)
+
+
+# ---- facts ------------------------------------------------------------------------------------------------------------
+
+
+def _read_model(config: Mapping[str, Any], plugins: PluginSet, refusals: list[Refusal]) -> ModelReading | None:
+    name = config.get("model")
+    if not isinstance(name, str) or not name:
+        return None
+    try:
+        return plugins.read_model(name)
+    except FactsError as error:
+        refusals.append(Refusal("facts", "model", str(error), error.fix or "another model folder"))
+    except WeightError as error:
+        refusals.append(Refusal("facts", "model", str(error), "download the files again, or another folder"))
+    return None
+
+
+def _about_model(refusals: Sequence[Refusal]) -> bool:
+    return any(refusal.field == "model" for refusal in refusals)
+
+
+def _contributions(plugins: PluginSet, facts: Facts | None, own: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    """Contributed defaults by path with who contributes them; later plugins win, the caller's own over all."""
+    found: dict[str, tuple[Any, str]] = {}
+    if facts is not None:
+        for name, values in plugins.call_each("contribute_defaults", facts=facts):
+            found |= {path: (value, name) for path, value in (values or {}).items()}
+    return found | {path: (value, "entry point") for path, value in own.items()}
+
+
+# ---- remarks and refusals -----------------------------------------------------------------------------------------------
+
+
+def _remarks(draft: Draft) -> list[Decision]:
+    config, model = draft.config, draft.facts.model
+    remarks = [Decision("facts", note, "facts", "the checkpoint") for note in model.notes]
+    if config.trust_remote_code:
+        remarks.append(Decision("trust_remote_code", "no effect", "operator",
+                                "accepted; code from a model folder is never run"))
+    if config.revision is not None:
+        remarks.append(Decision("revision", "no effect", "operator",
+                                "accepted; the model is read where it is, nothing is downloaded"))
+    return remarks
+
+
+def _enriched(parsed: Parsed, draft: Draft) -> list[Refusal]:
+    """Parse refusals; an unknown quantization on a checkpoint that is quantized already says so."""
+    name = parsed.unknown.get("quantization")
+    if name is None or draft.facts.model.quant_method == "none":
+        return parsed.refusals
+    scheme = draft.first("quantization")
+    fix = "leave quantization out" + (f": {scheme.name} reads this checkpoint as it is" if scheme else "")
+    return [Refusal(r.by, r.field, f"{r.reason}; and {stacking(draft, name)}", fix, r.origin)
+            if r.field == "quantization.use" else r for r in parsed.refusals]
+
+
+def _unique(refusals: Sequence[Refusal]) -> list[Refusal]:
+    return list(dict.fromkeys(refusals))
+
+
+def _check(draft: Draft) -> None:
+    """Pass four: every generic check, every chosen component's own, every plugin's ``check_plan``."""
+    found = list(run_checks(draft))
+    for slot in SLOTS[1:]:
+        for chosen in draft.chosen[slot.name]:
+            registration = draft.plugins.find(slot.name, chosen.name)
+            assert registration is not None
+            found += component_checks(draft, slot, registration.component, chosen)
+            found += own_check(draft, slot, registration.component, chosen)
+    for name, refusals in draft.plugins.call_each("check_plan", context=draft.context(draft.config.attention)):
+        found += [Refusal(r.by or name, r.field, r.reason, r.fix, r.origin) for r in refusals or ()]
+    draft.refusals += found
+
+
+def _complete(draft: Draft) -> bool:
+    return all(draft.chosen[name] for name in ("model", "attention", "quantization", "speculative", "parallel"))
+
+
+# ---- freeze -----------------------------------------------------------------------------------------------------------
+
+
+def _freeze(draft: Draft, sizes: Sizes, budget: tuple[BudgetLine, ...]) -> EnginePlan:
+    config, values, plugins = draft.config, draft.values, draft.plugins
+    draft.decide("seed", config.seed, *(draft.source("seed") or ("default", "")))
+    _record_options(draft)
+    return EnginePlan(
+        model=config.model, dtype=values["dtype"], kv_dtype=values["kv_dtype"], device=values["device"],
+        seed=config.seed, overlap=values["overlap"], choices=_choices(draft), decisions=tuple(draft.decisions),
+        budget=budget, sizes=sizes, mesh=values["mesh"], facts=draft.facts, config=recorded(draft.parsed.raw),
+        plugins=plugins.names, fingerprint=plugins.fingerprint)
+
+
+def _choices(draft: Draft) -> tuple[Choice, ...]:
+    choices = []
+    for slot in SLOTS:
+        for chosen in draft.chosen[slot.name]:
+            registration = draft.plugins.find(slot.name, chosen.name)
+            assert registration is not None
+            choices.append(Choice(slot.name, chosen.name, registration.component.factory,
+                                  chosen.options.model_dump(mode="json"), registration.distribution,
+                                  registration.version))
+    return tuple(choices)
+
+
+def _record_options(draft: Draft) -> None:
+    """Every value the operator wrote that no pass has decided on is a decision of the operator."""
+    decided = {decision.field for decision in draft.decisions}
+    for path in paths(draft.parsed.raw):
+        if path in decided or path == "model" or path.partition(".")[0] in decided:
+            continue
+        value: Any = draft.parsed.raw
+        for part in path.split("."):
+            value = value[int(part)] if isinstance(value, list | tuple) else value[part]
+        if not isinstance(value, Mapping) and not (isinstance(value, list | tuple) and path in BY_NAME):
+            shown = "***" if path in SECRETS and value is not None else value
+            draft.decide(path, list(shown) if isinstance(shown, tuple) else shown,
+                         *(draft.source(path) or ("operator", "")))

@@ -1,0 +1,253 @@
+"""Pass five: numbers and bytes. What each rank sets aside, by name, and what is left for the KV cache. No torch.
+
+Estimates here decide whether a plan can run at all and how many pages it gets; warm-up measures before the port opens.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from glowplug.core.draft import Draft
+from glowplug.core.errors import Refusal
+from glowplug.core.facts import ModelFacts
+from glowplug.core.memory.layout import DTYPE_BYTES
+from glowplug.core.offers import AttentionOffers, QuantizationOffers, SpeculativeOffers
+from glowplug.core.parameters import count_parameters
+from glowplug.core.plan import BudgetLine, Sizes
+
+GIB = 1 << 30
+CPU_SHARE = 0.7  #: of the memory, so that the machine stays usable
+CPU_KV_CAP = 4 * GIB  #: a CPU plan takes no more for the KV cache unless told to
+CUDA_RUNTIME = GIB + GIB // 2  #: CUDA context, libraries' workspaces, fragmentation of the allocator
+CUDA_RESERVE = 0.02  #: of the device, left free
+DEFAULTS = {  #: device -> (sequences in flight, prompt tokens a step, tokens a page)
+    "cpu": (64, 1024, 16),
+    "cuda": (256, 8192, 64),
+}
+EIGHT_BIT = frozenset({"float8_e4m3fn", "float8_e5m2"})
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory of one rank in bytes: ``total``, what it is a share of, and what is left after the fixed lines."""
+
+    total: int
+    shown: str
+    left: int
+
+
+def size(draft: Draft) -> tuple[Sizes, tuple[BudgetLine, ...]] | None:
+    """Sizes and the byte budget; None after a refusal. Needs model, attention, quantization and speculative chosen."""
+    device = draft.values["device"]
+    rows, chunk, page = (_rows(draft, device), _chunk(draft, device), _page(draft, device))
+    step_tokens = chunk + rows * draft.values["width"]
+    fixed = [*_weights(draft), *_workspaces(draft, rows, step_tokens, device)]
+    room = _room(draft, device, fixed)
+    if room.left <= 0:
+        draft.refusals.append(_too_big(draft, fixed, room))
+        return None
+    token = kv_token_bytes(draft)
+    pages = _pages(draft, room, token * page, rows, page)
+    context = _context(draft, pages, page, token, room) if pages else None
+    if pages is None or context is None:
+        return None
+    kv = BudgetLine("kv cache", pages * page * token, f"{pages} pages of {page} tokens, {token} bytes a token")
+    sizes = Sizes(context_length=context, max_running=rows, max_queued=draft.config.scheduler.max_queued_requests,
+                  max_step_tokens=step_tokens, chunk_size=chunk, page_size=page, num_pages=pages, kv_bytes=kv.bytes,
+                  width=draft.values["width"])
+    return sizes, (*fixed, kv)
+
+
+# ---- counts -----------------------------------------------------------------------------------------------------------
+
+
+def _rows(draft: Draft, device: str) -> int:
+    return _given_or(draft, "scheduler.max_running_requests", draft.config.scheduler.max_running_requests,
+                     DEFAULTS[device][0], f"default on {device}")
+
+
+def _chunk(draft: Draft, device: str) -> int:
+    return _given_or(draft, "scheduler.chunk_size", draft.config.scheduler.chunk_size, DEFAULTS[device][1],
+                     f"default on {device}")
+
+
+def _page(draft: Draft, device: str) -> int:
+    attention = draft.first("attention")
+    assert attention is not None and isinstance(attention.offers, AttentionOffers)
+    wanted, why = DEFAULTS[device][2], f"default on {device}"
+    if attention.offers.page_sizes and wanted not in attention.offers.page_sizes:
+        wanted = min(attention.offers.page_sizes, key=lambda size: abs(size - DEFAULTS[device][2]))
+        why = f"what {attention.name} reads"
+    return _given_or(draft, "attention.page_size", draft.config.attention.page_size, wanted, why)
+
+
+def _given_or(draft: Draft, path: str, given: int | None, otherwise: int, why: str) -> int:
+    if given is None:
+        draft.decide(path, otherwise, "size", why)
+        return otherwise
+    draft.decide(path, given, *(draft.source(path) or ("default", "")))
+    return given
+
+
+# ---- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def _weights(draft: Draft) -> list[BudgetLine]:
+    """Bytes of the weights on each rank, the next-token layers apart."""
+    scheme, speculative = draft.first("quantization"), draft.first("speculative")
+    assert scheme is not None and isinstance(scheme.offers, QuantizationOffers)
+    keeps = draft.values["device"] not in scheme.offers.dequantizes
+    compute = DTYPE_BYTES[draft.values["dtype"]]
+    elements, how = draft.elements, "tensor headers"
+    if not elements:
+        model = draft.facts.model
+        elements, how = {(model.dtype, False): count_parameters(model)}, "arithmetic from config.json"
+    lines = []
+    drafting = speculative is not None and isinstance(speculative.offers, SpeculativeOffers) \
+        and speculative.offers.nextn_layer
+    for name, beyond in (("weights", False), ("draft weights", True)):
+        total = sum(count * _stored(dtype, compute, keeps) for (dtype, of), count in elements.items() if of == beyond)
+        if total and (drafting or not beyond):
+            ranks = draft.values["ranks"]
+            lines.append(BudgetLine(name, -(-total // ranks), how if ranks == 1 else f"{how}, over {ranks} ranks"))
+    return lines
+
+
+def _stored(dtype: str, compute: int, keeps: bool) -> int:
+    """Bytes a number of a checkpoint dtype takes once loaded."""
+    if dtype in EIGHT_BIT or dtype == "int8":
+        return 1 if keeps else compute
+    return compute
+
+
+def _workspaces(draft: Draft, rows: int, step_tokens: int, device: str) -> list[BudgetLine]:
+    """Activations of the largest step, logits of every row, and what the CUDA runtime takes."""
+    model, element = draft.facts.model, DTYPE_BYTES[draft.values["dtype"]]
+    width = max(_int(model, "intermediate_size"), _int(model, "moe_intermediate_size"), model.hidden_size)
+    heads = model.num_heads * (model.head_dim + _int(model, "v_head_dim"))
+    activations = step_tokens * (6 * model.hidden_size + 3 * width + 3 * heads) * max(element, 4)
+    logits = rows * draft.values["width"] * model.vocab_size * 4 * 3
+    lines = [BudgetLine("activations", activations, f"a step of {step_tokens} tokens"),
+             BudgetLine("logits", logits, f"{rows} rows of {model.vocab_size} tokens, float32, three copies")]
+    if device == "cuda":
+        lines.append(BudgetLine("cuda runtime", CUDA_RUNTIME, "context, libraries, allocator"))
+    if draft.config.memory.reserve_bytes:
+        lines.append(BudgetLine("reserve", draft.config.memory.reserve_bytes, "memory.reserve_bytes"))
+    return lines
+
+
+def _int(model: ModelFacts, key: str) -> int:
+    value = model.config.get(key)
+    return value if isinstance(value, int) else 0
+
+
+def _room(draft: Draft, device: str, fixed: list[BudgetLine]) -> Room:
+    machine, fraction = draft.facts.hardware, draft.config.memory.fraction
+    used = sum(line.bytes for line in fixed)
+    if device == "cuda":
+        memory = min((card.memory for card in machine.devices), default=0)
+        share, what = fraction or 1 - CUDA_RESERVE, "the device's"
+    else:
+        per_host = -(-draft.values["ranks"] // machine.hosts)
+        memory, share, what = machine.cpu_memory // per_host, fraction or CPU_SHARE, "the machine's"
+    if fraction is not None:
+        draft.decide("memory.fraction", fraction, *(draft.source("memory.fraction") or ("default", "")))
+    total = int(memory * share)
+    return Room(total, f"{human(total)} ({share:.0%} of {what} {human(memory)})", total - used)
+
+
+def _too_big(draft: Draft, fixed: list[BudgetLine], room: Room) -> Refusal:
+    largest = max(fixed, key=lambda line: line.bytes)
+    needs = ", ".join(f"{line.name} {human(line.bytes)}" for line in fixed)
+    if largest.name == "activations":
+        field, fix = "scheduler.chunk_size", "scheduler.chunk_size smaller"
+    elif largest.name == "logits":
+        field, fix = "scheduler.max_running_requests", "scheduler.max_running_requests smaller"
+    else:
+        field, fix = "model", "more memory a rank: a larger machine, more ranks, or a quantized checkpoint"
+        if draft.values["dtype"] == "float32":
+            fix += ', or dtype = "bfloat16"'
+    return Refusal("size", field, f"each rank needs {human(room.total - room.left)} ({needs}) before any KV cache, and "
+                   f"has {room.shown}", fix)
+
+
+def kv_token_bytes(draft: Draft) -> int:
+    """Bytes of KV cache one token takes on a rank, over all layers."""
+    model, speculative = draft.facts.model, draft.first("speculative")
+    layers = model.num_layers
+    if speculative is not None and isinstance(speculative.offers, SpeculativeOffers) and speculative.offers.nextn_layer:
+        layers += model.nextn_layers
+    element = DTYPE_BYTES[draft.values["kv_dtype"]]
+    if model.kind == "mla":  # the latent is the same for every head, so every rank holds all of it
+        return layers * (model.kv_lora_rank + model.qk_rope_head_dim) * element
+    heads = max(1, -(-model.num_kv_heads // draft.values["mesh"].get("tp", 1)))
+    return layers * 2 * heads * model.head_dim * element
+
+
+def _pages(draft: Draft, room: Room, page_bytes: int, rows: int, page: int) -> int | None:
+    """Pages of the KV pool, the scratch page included; None after a refusal."""
+    memory, most = draft.config.memory, room.left // page_bytes
+    if memory.kv_tokens is not None:
+        asked, field = -(-memory.kv_tokens // page) + 1, "memory.kv_tokens"
+    elif memory.kv_bytes is not None:
+        asked, field = memory.kv_bytes // page_bytes, "memory.kv_bytes"
+    else:
+        return _auto_pages(draft, most, page_bytes, rows, page)
+    if asked > most or asked < 2:
+        fit = most * page_bytes if field == "memory.kv_bytes" else (most - 1) * page
+        low = 2 * page_bytes if field == "memory.kv_bytes" else 1
+        draft.refusals.append(Refusal(
+            "size", field, f"{getattr(memory, field[7:])} need {human(asked * page_bytes)} of KV cache; "
+            f"{human(max(0, room.left))} of {room.shown} are left (two pages of {human(page_bytes)} at least)",
+            f"{field} = {max(low, fit)}"))
+        return None
+    draft.decide("kv.tokens", (asked - 1) * page, *(draft.source(field) or ("default", "")))
+    return asked
+
+
+def _auto_pages(draft: Draft, most: int, page_bytes: int, rows: int, page: int) -> int | None:
+    pages, why = most, "what is left of the memory"
+    if draft.values["device"] == "cpu":
+        context = draft.config.context_length or draft.facts.model.max_positions
+        wanted = rows * -(-(context + draft.values["width"]) // page) + 1
+        cap = max(2, CPU_KV_CAP // page_bytes)
+        pages = min(most, wanted, cap)
+        why = {wanted: f"{rows} sequences of {context} tokens", cap: f"at most {human(CPU_KV_CAP)} on a CPU"}.get(
+            pages, why)
+    if pages < 2:
+        draft.refusals.append(Refusal("size", "model", f"one page of KV cache needs {human(page_bytes)}, "
+                                      f"{human(most * page_bytes)} are left", "more memory, or a smaller model"))
+        return None
+    draft.decide("kv.tokens", (pages - 1) * page, "size", why)
+    return pages
+
+
+def _context(draft: Draft, pages: int, page: int, token: int, room: Room) -> int | None:
+    """Longest sequence: the operator's, or the model's as far as the KV pool holds it."""
+    asked, positions = draft.config.context_length, draft.facts.model.max_positions
+    held = (pages - 1) * page - draft.values["width"]
+    if asked is None:
+        context = max(1, min(positions, held))
+        why = "the model's" if context == positions else f"what the KV cache holds (the model's is {positions})"
+        draft.decide("context_length", context, "size", why)
+        return context
+    draft.decide("context_length", asked, *(draft.source("context_length") or ("default", "")))
+    if asked > positions:
+        draft.refusals.append(Refusal("size", "context_length", f"{asked} is beyond the {positions} positions the model "
+                                      "was made for", f"context_length = {positions}"))
+        return None
+    if asked > held:
+        draft.refusals.append(Refusal(
+            "size", "context_length", f"a sequence of {asked} tokens needs {human((asked + page) * token)} of KV cache, "
+            f"the pool has {human(pages * page * token)} of {room.shown}", f"context_length = {max(1, held)}"))
+        return None
+    return asked
+
+
+def human(count: int) -> str:
+    """Bytes for people: "3.2 GiB"."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
