@@ -113,21 +113,19 @@ class TorchSampler:
     def sample(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Sampled:
         step = self._step
         raw = logits.clone() if step & Feature.LOGPROBS and step.edits else logits
-        floats, ints = self._floats.device[rows], self._ints.device[rows]
         if step.edits:
-            self._edit(logits, rows, positions, floats, ints)
+            self._edit(logits, rows, positions)
         tokens = logits.argmax(-1)
         peak = logits.gather(1, tokens[:, None])
         if step & Feature.RANDOM:
-            drawn = self._draw(logits, peak, positions, floats, ints)
-            tokens = torch.where(floats[:, TEMPERATURE] < GREEDY_BELOW, tokens, drawn)
+            tokens = self._draw(logits, peak, tokens, rows, positions)
         logprobs = None
         if step & Feature.LOGPROBS:
             logprobs = LogprobTensors(*kernel.token_logprobs(raw, tokens, self._step_logprobs))
         return Sampled(tokens, ~peak.isfinite().squeeze(1), logprobs)
 
-    def _edit(self, logits: Tensor, rows: Tensor, positions: Tensor, floats: Tensor, ints: Tensor) -> None:
-        step = self._step
+    def _edit(self, logits: Tensor, rows: Tensor, positions: Tensor) -> None:
+        step, floats, ints = self._step, self._floats.device[rows], self._ints.device[rows]
         if step & Feature.ALLOWED:
             logits.masked_fill_(~self._allowed.state[ints[:, ALLOWED_SLOT]], float("-inf"))
         if step & Feature.MIN_TOKENS:
@@ -140,16 +138,17 @@ class TorchSampler:
                 logits, state > 0, state & (PROMPT_BIT - 1),
                 floats[:, REPETITION], floats[:, FREQUENCY], floats[:, PRESENCE])
 
-    def _draw(self, logits: Tensor, peak: Tensor, positions: Tensor, floats: Tensor, ints: Tensor) -> Tensor:
-        temperature = floats[:, TEMPERATURE, None]
-        temperature = torch.where(temperature < GREEDY_BELOW, 1.0, temperature)
-        weights = (logits - peak).div_(temperature).exp_()
+    def _draw(self, logits: Tensor, peak: Tensor, best: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        floats, ints = self._floats.device[rows], self._ints.device[rows]
+        greedy = floats[:, TEMPERATURE] < GREEDY_BELOW
+        temperature = torch.where(greedy, 1.0, floats[:, TEMPERATURE])
+        weights = (logits - peak).div_(temperature[:, None]).exp_()
         if self._step & Feature.MIN_P:
             weights.masked_fill_(weights < floats[:, MIN_P, None], 0.0)
         if self._step & Feature.CUTOFF:
             least = kernel.cutoff(weights, ints[:, TOP_K], floats[:, TOP_P])
             weights.masked_fill_(weights < least[:, None], 0.0)
-        return kernel.draw(weights, kernel.uniform(ints[:, SEED], positions))
+        return torch.where(greedy, best, kernel.draw(weights, kernel.uniform(ints[:, SEED], positions)))
 
     def observe(self, tokens: Tensor, counts: Tensor, rows: Tensor) -> None:
         if not self._step & Feature.PENALTIES:
