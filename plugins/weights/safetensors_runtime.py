@@ -62,7 +62,7 @@ class SafetensorsSource:
 
     @staticmethod
     def _read(file: Any, target: WeightTarget) -> Tensor:
-        whole = all(cut == slice(None) for cut in target.index)
+        whole = all(cut.indices(size) == (0, size, 1) for cut, size in zip(target.index, target.shape, strict=True))
         return file.get_tensor(target.name) if whole else file.get_slice(target.name)[target.index]
 
     def _mapped(self, file: str) -> Any:

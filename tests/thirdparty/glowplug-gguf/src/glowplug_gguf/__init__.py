@@ -1,0 +1,1 @@
+"""GGUF models for glowplug: a weight source, model facts and a tokenizer, added through hooks alone."""

@@ -1,0 +1,73 @@
+"""A byte-level BPE tokenizer from GGUF metadata."""
+from __future__ import annotations
+
+from typing import Any
+
+from glowplug.core.errors import FactsError
+from glowplug.core.tokenizer import Tokenizer
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as RawTokenizer
+
+from glowplug_gguf.header import GgufHeader
+
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  #: token types
+LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+                r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+
+
+def tokenizer_from(header: GgufHeader) -> Tokenizer:
+    """The engine's tokenizer over :func:`bpe_tokenizer`, with the file's chat template and end token."""
+    raw = bpe_tokenizer(header)
+    eos, bos = header.metadata.get("tokenizer.ggml.eos_token_id"), header.metadata.get("tokenizer.ggml.bos_token_id")
+    return Tokenizer(raw, chat_template=str(header.metadata.get("tokenizer.chat_template", "")),
+                     eos_ids=() if eos is None else (int(eos),), bos_id=None if bos is None else int(bos),
+                     add_bos=bool(header.metadata.get("tokenizer.ggml.add_bos_token", False)))
+
+
+def bpe_tokenizer(header: GgufHeader) -> RawTokenizer:
+    """FactsError when the file's tokenizer is of another kind, or its lists do not fit together."""
+    kind, tokens = header.metadata.get("tokenizer.ggml.model"), header.metadata.get("tokenizer.ggml.tokens")
+    merges = header.metadata.get("tokenizer.ggml.merges")
+    types = header.metadata.get("tokenizer.ggml.token_type")
+    if kind != "gpt2" or not isinstance(tokens, list) or not isinstance(merges, list):
+        raise FactsError(f"{header.path}: tokenizer {kind!r} is not byte-level BPE with its merges",
+                         "use --skip-tokenizer and token ids, or the model's safetensors folder")
+    types = types if isinstance(types, list) and len(types) == len(tokens) else [NORMAL] * len(tokens)
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    pre = str(header.metadata.get("tokenizer.ggml.pre", "default"))
+    tokenizer = RawTokenizer(models.BPE(vocab=vocabulary, merges=_pairs(header, vocabulary, merges),
+                                        ignore_merges=pre == "llama-bpe"))
+    tokenizer.pre_tokenizer = _splitter(header, pre)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [AddedToken(token, special=True, normalized=False) for token, type_ in zip(tokens, types, strict=True)
+               if type_ == CONTROL]
+    extra = [AddedToken(token, special=False, normalized=False) for token, type_ in zip(tokens, types, strict=True)
+             if type_ == USER_DEFINED]
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(extra)
+    return tokenizer
+
+
+def _pairs(header: GgufHeader, vocabulary: dict[str, int], merges: list[Any]) -> list[tuple[str, str]]:
+    pairs = []
+    for merge in merges:
+        left, space, right = str(merge).partition(" ")
+        if not space or left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
+            raise FactsError(f"{header.path}: merge {str(merge)[:40]!r} does not fit the vocabulary",
+                             "download the file again")
+        pairs.append((left, right))
+    return pairs
+
+
+def _splitter(header: GgufHeader, pre: str) -> Any:
+    """The pre-tokenizer that llama.cpp's name ``pre`` stands for."""
+    if pre == "smollm":
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True),
+                                        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])
+    if pre in ("gpt-2", "default"):
+        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if pre == "llama-bpe":
+        return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA3_SPLIT), "isolated"),
+                                        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    raise FactsError(f"{header.path}: pre-tokenizer {pre!r} is not known here (smollm, gpt-2, llama-bpe are)",
+                     "use --skip-tokenizer and token ids, or the model's safetensors folder")
