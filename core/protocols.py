@@ -6,9 +6,9 @@ V vocabulary. Importing this module imports torch only for type checking.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence as Seq
+from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -174,6 +174,7 @@ class WeightTarget(Protocol):
         shape: shape it must have in the checkpoint.
         index: slices of it that this rank needs.
         optional: may be absent (then ``store`` is not called).
+        dtype: torch name of the dtype the format fixes for it, or None.
         dtype: torch dtype name it must have in the checkpoint ("float8_e4m3fn"); None: any floating dtype.
     """
 
@@ -188,10 +189,19 @@ class WeightTarget(Protocol):
         ...
 
 
+class Quantized(NamedTuple):
+    """Activations in a linear's ``input_format``. ``scales`` is None where the format keeps values already scaled."""
+
+    values: Tensor
+    scales: Tensor | None = None
+
+
 class LinearMethod(Protocol):
     """How one linear layer keeps its weight and multiplies. Holds its own tensors."""
 
-    input_format: str  #: what the producer may hand over directly: "plain", "fp8_group128", "int8_token"
+    #: what the producer may hand over as ``Quantized``: "plain" (nothing), "fp8_group128", "int8_token",
+    #: "fp8_group128_values" (E4M3 values times their scale, in the activation dtype)
+    input_format: str
 
     def targets(self) -> Iterator[WeightTarget]: ...
 
@@ -199,26 +209,34 @@ class LinearMethod(Protocol):
         """After loading: fuse, transpose, dequantise into the form ``apply`` uses."""
         ...
 
-    def apply(self, x: Tensor) -> Tensor:
-        """x [T, inputs] -> [T, sum(outputs)] in x's dtype."""
+    def apply(self, x: Tensor | Quantized) -> Tensor:
+        """x [T, inputs] -> [T, sum(outputs)] in the activation dtype, bias added."""
         ...
 
     def dense(self) -> Tensor:
-        """The weight as [sum(outputs), inputs] in the compute dtype (MLA absorption needs kv_b's)."""
+        """The weight as [sum(outputs), inputs] in the compute dtype (MLA absorption needs kv_b's). After finalize."""
         ...
 
 
 class ExpertsMethod(Protocol):
+    """How the routed experts of one layer keep their weights and multiply."""
+
+    input_format: str  #: as of ``LinearMethod``
+
     def targets(self) -> Iterator[WeightTarget]: ...
 
     def finalize(self) -> None: ...
 
-    def apply(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def apply(self, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor:
         """x [T, hidden], ids int64 [T, K] (local expert numbers, -1: not here), weights float32 [T, K] -> [T, hidden]."""
         ...
 
 
 class QuantizationScheme(Protocol):
+    """Makes the methods of the modules it covers. ``block``: ranks split dimensions only at multiples of it."""
+
+    block: int
+
     def linear(self, shape: LinearShape) -> LinearMethod: ...
 
     def experts(self, shape: ExpertsShape) -> ExpertsMethod: ...
@@ -268,9 +286,13 @@ class ParallelStrategy(Protocol):
         """The one host collective a step; identity unless ranks may differ."""
         ...
 
-    def enter_attention(self, x: Tensor, batch: Batch) -> Tensor: ...
+    def enter_attention(self, x: Tensor, batch: Batch) -> Tensor:
+        """After an MLP: x [T', hidden], the tokens MLPs work on -> [T, hidden], this rank's attention tokens."""
+        ...
 
-    def leave_attention(self, x: Tensor, batch: Batch) -> Tensor: ...
+    def leave_attention(self, x: Tensor, batch: Batch) -> Tensor:
+        """Before an MLP, already normed: this rank's attention tokens -> the tokens MLPs work on."""
+        ...
 
     def expert_exchange(self) -> ExpertExchange | None: ...
 
@@ -556,16 +578,28 @@ class Executor(Protocol):
 
 
 class Ops(Protocol):
-    """Small kernels bound on layers at build. References stand in ``kernels/``; all pure but where said.
+    """Small kernels bound on layers at build: a table of callables, pure. References stand in ``kernels/``.
 
-    Entries: rms_norm(x, weight, eps) -> y; add_rms_norm(x, residual, weight, eps) -> (y, residual + x);
-    silu_and_mul(x [T, 2I]) -> [T, I]; rope(q, k, positions, cos_sin, interleaved) -> (q, k);
-    topk_softmax(...), topk_sigmoid(...): the gates, see ``kernels/routing.py``.
+    Attributes:
+        rms_norm: (x [..., N], weight [N], eps) -> y.
+        add_rms_norm: (x, residual, weight, eps) -> (normed, residual + x).
+        silu_and_mul: x [..., 2I] -> silu(first half) * second half.
+        rope_table: (dim, context, theta, scaling, max_positions) -> float32 [context or more, dim], cosines, then sines.
+        rope_at: (table, positions int64 [T], interleaved) -> whatever ``rope`` needs; once a step, opaque to layers.
+        rope: (q [T, H, R], k [T, G, R], what rope_at returned) -> rotated (q, k).
+        topk_softmax: (logits float32 [T, E], k, groups, topk_groups, renormalize, scale) -> weights float32 [T, K],
+            ids int64 [T, K].
+        topk_sigmoid: (logits, bias float32 [E], k, groups, topk_groups, renormalize, scale) -> the same.
+        fused: (producer, input format) -> the producer's variant that hands over that format as a ``Quantized``;
+            producers are names of this table, and "cast" for plain activations.
     """
 
-    rms_norm: Any
-    add_rms_norm: Any
-    silu_and_mul: Any
-    rope: Any
-    topk_softmax: Any
-    topk_sigmoid: Any
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    silu_and_mul: Callable[[Tensor], Tensor]
+    rope_table: Callable[[int, int, float, Mapping[str, Any] | None, int], Tensor]
+    rope_at: Callable[[Tensor, Tensor, bool], object]
+    rope: Callable[[Tensor, Tensor, object], tuple[Tensor, Tensor]]
+    topk_softmax: Callable[[Tensor, int, int, int, bool, float], tuple[Tensor, Tensor]]
+    topk_sigmoid: Callable[[Tensor, Tensor, int, int, int, bool, float], tuple[Tensor, Tensor]]
+    fused: Mapping[tuple[str, str], Callable[..., Any]]

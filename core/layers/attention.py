@@ -1,0 +1,109 @@
+"""Attention layers: projections, norms and rotation around the backend that owns the cache."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from glowplug.core.build import BuildContext
+from glowplug.core.layers.linear import Linear, Part
+from glowplug.core.layers.module import Module
+from glowplug.core.layers.norm import RmsNorm
+
+LATENT_EPS = 1e-6  #: of the two latent norms; published code and checkpoints never take it from the config
+
+
+@dataclass(frozen=True)
+class MlaSizes:
+    """Dimensions of a multi-head latent attention layer (DeepSeek-AI, 2024). ``q_lora`` None: queries are direct."""
+
+    hidden: int
+    heads: int
+    nope: int
+    rope: int
+    v: int
+    kv_lora: int
+    q_lora: int | None
+    bias: bool = False
+
+
+class MlaAttention(Module):
+    """Multi-head latent attention; also the ``MlaLayer`` its backend works with.
+
+    ``forward(x [T, hidden], at) -> [T, hidden]`` where ``at`` is the step's rope rows.
+    """
+
+    def __init__(self, context: BuildContext, name: str, index: int, sizes: MlaSizes, scale: float) -> None:
+        shard = context.parallel.shard("heads", name, sizes.heads)
+        self.index, self.scale, self.heads = index, scale, shard.size
+        self.nope_dim, self.rope_dim, self.v_dim, self.lora_rank = sizes.nope, sizes.rope, sizes.v, sizes.kv_lora
+        self._mla, self._rope = context.attention.mla, context.ops.rope
+        query = sizes.nope + sizes.rope
+        direct = sizes.q_lora is None
+        first = (Part(f"{name}.q_proj", sizes.heads * query, "heads", query) if direct
+                 else Part(f"{name}.q_a_proj", sizes.q_lora or 0, "replicated", bias=sizes.bias))
+        self.input_proj = Linear(context, f"{name}.input_proj", sizes.hidden, [first, Part(
+            f"{name}.kv_a_proj_with_mqa", sizes.kv_lora + sizes.rope, "replicated", bias=sizes.bias)])
+        self._split = [self.input_proj.outputs[0], sizes.kv_lora, sizes.rope]
+        self.q_norm: RmsNorm | None = None
+        if not direct:
+            self.q_b = Linear(context, f"{name}.q_b_proj", sizes.q_lora or 0,
+                              [Part(f"{name}.q_b_proj", sizes.heads * query, "heads", query)])
+            self.q_norm = RmsNorm(context, f"{name}.q_a_layernorm", sizes.q_lora or 0, LATENT_EPS, self.q_b)
+        self.kv_norm = RmsNorm(context, f"{name}.kv_a_layernorm", sizes.kv_lora, LATENT_EPS)
+        kv = sizes.nope + sizes.v
+        self.kv_b = Linear(context, f"{name}.kv_b_proj", sizes.kv_lora,
+                           [Part(f"{name}.kv_b_proj", sizes.heads * kv, "heads", kv)])
+        self.o_proj = Linear(context, f"{name}.o_proj", sizes.heads * sizes.v,
+                             [Part(f"{name}.o_proj", sizes.hidden, "replicated", bias=sizes.bias)],
+                             input_role="row", input_unit=sizes.v)
+        self.input_format = self.input_proj.input_format
+
+    def finalize(self) -> None:
+        super().finalize()
+        self._kv_weight = self.kv_b.dense().t()
+        weight = self._kv_weight.t().unflatten(0, (self.heads, self.nope_dim + self.v_dim))
+        self.w_uk = weight[:, : self.nope_dim]
+        self.w_uv = weight[:, self.nope_dim :].transpose(1, 2)
+
+    def expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """latent [N, lora_rank] -> k_nope [N, H, nope_dim], v [N, H, v_dim].
+
+        NOTE: by the dense weight, so that absorbed and expanded attention agree whatever the scheme.
+        """
+        both = latent.mm(self._kv_weight).unflatten(-1, (self.heads, self.nope_dim + self.v_dim))
+        return both[..., : self.nope_dim], both[..., self.nope_dim :]
+
+    def forward(self, x: Any, at: object) -> Tensor:
+        first, latent, k_rope = self.input_proj.forward(x).split(self._split, dim=-1)
+        query = first if self.q_norm is None else self.q_b.forward(self.q_norm.forward(first))
+        query = query.view(-1, self.heads, self.nope_dim + self.rope_dim)
+        q_rope, k_rope = self._rope(query[..., self.nope_dim :], k_rope.unsqueeze(1), at)
+        out = self._mla(query[..., : self.nope_dim], q_rope, self.kv_norm.forward(latent), k_rope.squeeze(1), self)
+        return self.o_proj.forward(out)
+
+
+class MhaAttention(Module):
+    """Multi-head or grouped-query attention; also the ``MhaLayer`` its backend works with."""
+
+    def __init__(self, context: BuildContext, name: str, index: int, *, hidden: int, heads: int, kv_heads: int,
+                 head_dim: int, scale: float, bias: bool = False) -> None:
+        self.index, self.scale, self.head_dim = index, scale, head_dim
+        self._mha, self._rope = context.attention.mha, context.ops.rope
+        self.qkv = Linear(context, f"{name}.qkv_proj", hidden, [
+            Part(f"{name}.q_proj", heads * head_dim, "heads", head_dim, bias),
+            Part(f"{name}.k_proj", kv_heads * head_dim, "heads", head_dim, bias),
+            Part(f"{name}.v_proj", kv_heads * head_dim, "heads", head_dim, bias)])
+        self._split = [size // head_dim for size in self.qkv.outputs]
+        self.heads, self.kv_heads = self._split[0], self._split[1]
+        self.o_proj = Linear(context, f"{name}.o_proj", heads * head_dim,
+                             [Part(f"{name}.o_proj", hidden, "replicated", bias=bias)],
+                             input_role="row", input_unit=head_dim)
+        self.input_format = self.qkv.input_format
+
+    def forward(self, x: Any, at: object) -> Tensor:
+        """x [T, hidden] -> [T, hidden]; ``at``: the step's rope rows."""
+        q, k, v = self.qkv.forward(x).unflatten(-1, (-1, self.head_dim)).split(self._split, dim=1)
+        q, k = self._rope(q, k, at)
+        return self.o_proj.forward(self._mha(q, k, v, self))

@@ -1,0 +1,71 @@
+"""The vocabulary's two ends: token embedding and the head that scores every token."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from glowplug.core.build import BuildContext
+from glowplug.core.layers.linear import Linear, Part
+from glowplug.core.layers.module import Module, Target, part_of
+from glowplug.core.protocols import WeightTarget
+
+
+class Embedding(Module):
+    """Rows of ``{name}.weight`` [vocab, hidden]; ranks may hold a slice of the vocabulary."""
+
+    def __init__(self, context: BuildContext, name: str, vocab: int, hidden: int) -> None:
+        self.name, self.vocab = name, vocab
+        self._shard = context.parallel.shard("vocab", name, vocab)
+        self._collectives = context.collectives
+        self.weight = torch.empty(self._shard.size, hidden, dtype=context.dtype, device=context.worker.device)
+
+    def own_targets(self) -> Iterator[WeightTarget]:
+        shard = self._shard
+        hidden = self.weight.shape[1]
+        yield Target(f"{self.name}.weight", (self.vocab, hidden), self.weight,
+                     (part_of(shard.start, shard.size, shard.full), slice(None)))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids int64 [T] -> [T, hidden]."""
+        shard = self._shard
+        if shard.size == shard.full:
+            return self.weight.index_select(0, ids)
+        local = ids - shard.start
+        absent = (local < 0) | (local >= shard.size)
+        rows = F.embedding(local.masked_fill(absent, 0), self.weight).masked_fill(absent.unsqueeze(1), 0)
+        return self._collectives.all_reduce(rows, "tp")
+
+
+class LmHead(Module):
+    """Scores float32 [N, vocab] of hidden states [N, hidden]."""
+
+    def __init__(self, context: BuildContext, name: str, vocab: int, hidden: int) -> None:
+        self.linear = Linear(context, name, hidden, [Part(name, vocab, "vocab")])
+        self._gather = context.collectives if self.linear.outputs[0] < vocab else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits = self.linear.forward(hidden).float()
+        return logits if self._gather is None else self._gather.all_gather(logits, "tp", -1)
+
+
+class TiedHead(LmHead):
+    """A head whose weight is the embedding's.
+
+    NOTE: it keeps its own copy, laid out as the linear method likes it; scoring reads all of it in every step, and a
+    row-major embedding costs twice the time on a CPU.
+    """
+
+    def __init__(self, context: BuildContext, name: str, embedding: Embedding) -> None:
+        super().__init__(context, name, embedding.vocab, embedding.weight.shape[1])
+        self._embedding = [embedding.weight]
+
+    def targets(self) -> Iterator[WeightTarget]:
+        return iter(())
+
+    def finalize(self) -> None:
+        for target in self.linear.targets():
+            target.store(self._embedding[0])
+        super().finalize()

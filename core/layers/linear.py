@@ -1,0 +1,116 @@
+"""Linear layers, fused from several checkpoint parts and split over ranks.
+
+The weights and the product belong to the quantization method; this layer knows names, shapes and shards.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glowplug.core.build import BuildContext
+from glowplug.core.layers.module import Module
+from glowplug.core.protocols import LinearMethod, LinearShape, Ops, Quantized, Shard, WeightTarget
+
+FORMAT_PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One checkpoint tensor ``{name}.weight`` of ``rows`` rows in a fused layer.
+
+    ``role`` says how ranks share the rows ("column", "heads", "vocab", "replicated"); they are dealt in units of
+    ``unit`` rows (a head's, for example). ``bias``: it has a ``{name}.bias`` too.
+    """
+
+    name: str
+    rows: int
+    role: str = "column"
+    unit: int = 1
+    bias: bool = False
+
+
+class Linear(Module):
+    """y = x W^T + b for the rows of all parts, in order: ``forward(x [T, inputs]) -> [T, sum(outputs)]``.
+
+    Args:
+        name: module path, for messages.
+        inputs: columns of every part in the checkpoint.
+        parts: what is fused.
+        input_role: "replicated", or "row" when ranks hold a slice of the columns (of ``input_unit`` columns at a time).
+        reduce: sum partial results over the ranks here; False leaves that to the caller.
+    """
+
+    def __init__(self, context: BuildContext, name: str, inputs: int, parts: Sequence[Part], *,
+                 input_role: str = "replicated", input_unit: int = 1, reduce: bool = True) -> None:
+        self.name = name
+        self._context = context
+        columns = self._shard(input_role, parts[0].name, inputs, input_unit)
+        shards = [self._shard(part.role, part.name, part.rows, part.unit) for part in parts]
+        self.outputs = tuple(shard.size for shard in shards)
+        self.methods = self._methods(list(zip(parts, shards, strict=True)), columns)
+        self.input_format = agreed_format(self.methods)
+        self._collectives = context.collectives if columns.reduce and reduce else None
+        if len(self.methods) == 1 and self._collectives is None:
+            self.forward = self.methods[0].apply  # type: ignore[method-assign]
+
+    def _shard(self, role: str, name: str, full: int, unit: int) -> Shard:
+        """This rank's elements; ``unit`` elements are dealt together."""
+        if role == "replicated":
+            return Shard(0, full, full)
+        block = self._context.scheme_for(name).block if unit == 1 else 1
+        shard = self._context.parallel.shard(role, name, full // unit, block)
+        return Shard(shard.start * unit, shard.size * unit, full, shard.reduce, shard.gather)
+
+    def _methods(self, parts: list[tuple[Part, Shard]], columns: Shard) -> list[LinearMethod]:
+        """One method for each run of parts with the same scheme, all with or all without bias; normally one."""
+        methods = []
+        for (scheme, bias), run in groupby(parts, key=lambda item: (self._context.scheme_for(item[0].name),
+                                                                   item[0].bias)):
+            held = list(run)
+            methods.append(scheme.linear(LinearShape(
+                name=self.name, parts=tuple(part.name for part, _ in held),
+                outputs=tuple(shard.size for _, shard in held), inputs=columns.size,
+                row_starts=tuple(shard.start for _, shard in held), col_start=columns.start,
+                full=tuple((part.rows, columns.full) for part, _ in held),
+                bias=bias)))
+        return methods
+
+    def own_targets(self) -> Iterator[WeightTarget]:
+        for method in self.methods:
+            yield from method.targets()
+
+    def finalize(self) -> None:
+        for method in self.methods:
+            method.finalize()
+
+    def forward(self, x: Tensor | Quantized) -> Tensor:
+        parts = [method.apply(x) for method in self.methods]
+        y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        return y if self._collectives is None else self._collectives.all_reduce(y, "tp")
+
+    def dense(self) -> Tensor:
+        """[sum(outputs), inputs] in the compute dtype. After ``finalize``."""
+        return torch.cat([method.dense() for method in self.methods]) if len(self.methods) > 1 \
+            else self.methods[0].dense()
+
+
+def agreed_format(consumers: Sequence[Any]) -> str:
+    """The ``input_format`` that all ``consumers`` of one tensor share, or "plain"."""
+    formats = {consumer.input_format for consumer in consumers}
+    return formats.pop() if len(formats) == 1 else FORMAT_PLAIN
+
+
+def producer(ops: Ops, name: str, *consumers: Any) -> Callable[..., Any]:
+    """The variant of op ``name`` that hands its consumers the format they want, or the plain op."""
+    wanted = agreed_format(consumers)
+    return ops.fused.get((name, wanted)) or getattr(ops, name)  # type: ignore[no-any-return]
+
+
+def caster(ops: Ops, *consumers: Any) -> Callable[[Tensor], Tensor | Quantized] | None:
+    """Turns plain activations into the format that ``consumers`` share, once for all of them; None: nothing to do."""
+    return ops.fused.get(("cast", agreed_format(consumers)))

@@ -1,0 +1,113 @@
+"""Mixture of experts: gate, routed experts, shared expert."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from glowplug.core.build import BuildContext
+from glowplug.core.layers.linear import FORMAT_PLAIN, caster
+from glowplug.core.layers.mlp import Mlp
+from glowplug.core.layers.module import Module, Target
+from glowplug.core.protocols import ExpertsMethod, ExpertsShape, WeightTarget
+
+
+@dataclass(frozen=True)
+class MoeSizes:
+    """Routing and sizes of one mixture.
+
+    ``sigmoid``: V3's gate with a correction bias, softmax otherwise. ``groups``/``topk_groups``: 1 and 1 for no limit.
+    ``shared``: width of the shared expert, 0 for none.
+    """
+
+    hidden: int
+    width: int
+    experts: int
+    topk: int
+    shared: int
+    sigmoid: bool
+    groups: int = 1
+    topk_groups: int = 1
+    renormalize: bool = False
+    scale: float = 1.0
+
+
+class Gate(Module):
+    """Scores experts in float32 and picks: ``forward(x [T, hidden]) -> weights float32 [T, K], ids int64 [T, K]``."""
+
+    def __init__(self, context: BuildContext, name: str, sizes: MoeSizes) -> None:
+        self.name, self.sizes = name, sizes
+        self.weight = torch.empty(sizes.experts, sizes.hidden, device=context.worker.device)
+        self.bias = torch.zeros(sizes.experts, device=context.worker.device) if sizes.sigmoid else None
+        self._softmax, self._sigmoid = context.ops.topk_softmax, context.ops.topk_sigmoid
+
+    def own_targets(self) -> Iterator[WeightTarget]:
+        yield Target(f"{self.name}.weight", tuple(self.weight.shape), self.weight)
+        if self.bias is not None:
+            yield Target(f"{self.name}.e_score_correction_bias", tuple(self.bias.shape), self.bias)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        s = self.sizes
+        logits = F.linear(x.float(), self.weight)
+        if self.bias is not None:
+            return self._sigmoid(logits, self.bias, s.topk, s.groups, s.topk_groups, s.renormalize, s.scale)
+        return self._softmax(logits, s.topk, s.groups, s.topk_groups, s.renormalize, s.scale)
+
+
+class Experts(Module):
+    """The routed experts of this rank."""
+
+    def __init__(self, context: BuildContext, name: str, sizes: MoeSizes) -> None:
+        held = context.parallel.shard("experts", name, sizes.experts)
+        scheme = context.scheme_for(f"{name}.{held.start}.gate_proj")
+        width = context.parallel.shard("expert_width", name, sizes.width, scheme.block)
+        self.first, self.count = held.start, held.size
+        self.method: ExpertsMethod = scheme.experts(ExpertsShape(
+            prefix=name, count=held.size, first=held.start, hidden=sizes.hidden, inter=width.size,
+            inter_start=width.start, inter_full=width.full, total=sizes.experts))
+        self.input_format = self.method.input_format
+        self.reduce = held.reduce or width.reduce
+        self.forward = self.method.apply
+
+    def own_targets(self) -> Iterator[WeightTarget]:
+        return self.method.targets()
+
+    def finalize(self) -> None:
+        self.method.finalize()
+
+
+class Moe(Module):
+    """x [T, hidden] -> routed experts + shared expert, [T, hidden]. Nothing here waits for the device."""
+
+    input_format = FORMAT_PLAIN  #: the gate reads plain activations
+
+    def __init__(self, context: BuildContext, name: str, sizes: MoeSizes) -> None:
+        self.gate = Gate(context, f"{name}.gate", sizes)
+        self.experts = Experts(context, f"{name}.experts", sizes)
+        self.shared = Mlp(context, f"{name}.shared_experts", sizes.hidden, sizes.shared,
+                          reduce=not self.experts.reduce) if sizes.shared else None
+        readers = [self.experts] if self.shared is None else [self.experts, self.shared]
+        self._cast: Callable[[Tensor], Tensor] | None = caster(context.ops, *readers)  # type: ignore[assignment]
+        self._exchange = context.parallel.expert_exchange()
+        self._collectives = context.collectives if self.experts.reduce else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.gate.forward(x)
+        cast = x if self._cast is None else self._cast(x)
+        shared = None if self.shared is None else self.shared.forward(cast)
+        if self._exchange is None:
+            local = ids if self.experts.count == self.gate.sizes.experts else self._local(ids)
+            y = self.experts.forward(cast, local, weights)
+        else:
+            y = self._exchange.combine(self.experts.forward(*self._exchange.dispatch(x, ids, weights)))
+        if shared is not None:
+            y = y.add_(shared)
+        return y if self._collectives is None else self._collectives.all_reduce(y, "tp")
+
+    def _local(self, ids: Tensor) -> Tensor:
+        """Expert numbers of this rank's tensors; -1 where another rank holds the expert."""
+        local = ids - self.experts.first
+        return local.masked_fill_((local < 0) | (local >= self.experts.count), -1)

@@ -1,0 +1,36 @@
+"""Root-mean-square normalisation, alone or with the residual add before it."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glowplug.core.build import BuildContext
+from glowplug.core.layers.linear import producer
+from glowplug.core.layers.module import Module, Target
+from glowplug.core.protocols import WeightTarget
+
+
+class RmsNorm(Module):
+    """Weight ``{name}.weight`` [size]. ``consumers`` are the layers that alone read the result."""
+
+    def __init__(self, context: BuildContext, name: str, size: int, eps: float, *consumers: Any) -> None:
+        self.name, self.eps = name, eps
+        self.weight = torch.ones(size, dtype=context.dtype, device=context.worker.device)
+        self._norm = producer(context.ops, "rms_norm", *consumers)
+        self._add_norm = producer(context.ops, "add_rms_norm", *consumers)
+
+    def own_targets(self) -> Iterator[WeightTarget]:
+        yield Target(f"{self.name}.weight", tuple(self.weight.shape), self.weight)
+
+    def forward(self, x: Tensor) -> Any:
+        """x [T, size] -> normed, in the consumers' format."""
+        return self._norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Any, Tensor]:
+        """(normed(residual + x), residual + x); without a residual x is the residual."""
+        if residual is None:
+            return self._norm(x, self.weight, self.eps), x
+        return self._add_norm(x, residual, self.weight, self.eps)  # type: ignore[no-any-return]

@@ -1,0 +1,67 @@
+"""Fills a model from a weight source: every target exactly once, every tensor of the checkpoint accounted for."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from glowplug.core.errors import WeightError
+from glowplug.core.facts import ModelFacts
+from glowplug.core.protocols import Model, WeightSource, WeightTarget
+
+Progress = Callable[[int, int], None]  #: tensors done, tensors in all
+SHOWN = 8  #: names listed in an error
+
+
+def load_model(model: Model, source: WeightSource, facts: ModelFacts, progress: Progress | None = None) -> None:
+    """Match the model's targets with the source's tensors, store each, and finalize the model.
+
+    A source without entries is synthetic and is asked for every target that is not optional. WeightError lists what
+    is missing, unexpected or of another shape; nothing is read before all names and shapes agree.
+    """
+    targets = _by_name(model.targets())
+    entries = source.entries()
+    if entries:
+        _check(targets, {name: entry.shape for name, entry in entries.items()}, model, facts)
+        wanted = [target for name, target in targets.items() if name in entries]
+    else:
+        wanted = [target for target in targets.values() if not target.optional]
+    for done, target in enumerate(wanted, 1):
+        target.store(source.read(target))
+        if progress is not None:
+            progress(done, len(wanted))
+    model.finalize()
+
+
+def _by_name(targets: Iterable[WeightTarget]) -> dict[str, WeightTarget]:
+    found: dict[str, WeightTarget] = {}
+    for target in targets:
+        if target.name in found:
+            raise WeightError(f"the model asks twice for the tensor {target.name}")
+        found[target.name] = target
+    return found
+
+
+def _check(targets: dict[str, WeightTarget], shapes: dict[str, tuple[int, ...]], model: Model,
+           facts: ModelFacts) -> None:
+    where = facts.path or "the checkpoint"
+    problems = []
+    missing = [name for name, target in targets.items() if name not in shapes and not target.optional]
+    if missing:
+        problems.append(f"{len(missing)} missing: {_listed(missing)}")
+    unexpected = [name for name in shapes if name not in targets and not model.ignored(name)]
+    if unexpected:
+        problems.append(f"{len(unexpected)} unexpected: {_listed(unexpected)}")
+    wrong = [f"{name} is {_size(shapes[name])}, {facts.architecture} needs {_size(target.shape)}"
+             for name, target in targets.items() if name in shapes and tuple(shapes[name]) != tuple(target.shape)]
+    if wrong:
+        problems.append(f"{len(wrong)} of the wrong shape: {_listed(wrong)}")
+    if problems:
+        raise WeightError(f"{where}: tensors do not fit config.json: {'; '.join(problems)}")
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def _size(shape: Iterable[int]) -> str:
+    return "x".join(map(str, shape)) or "a scalar"

@@ -1,0 +1,162 @@
+"""Builds one model on one CPU rank around real or fake parts, and steps it: for tests of layers, schemes and backends.
+
+Parts are named by factory string, so that nothing here imports a plugin.
+"""
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from glowplug.core.batch import Batch
+from glowplug.core.build import BuildContext
+from glowplug.core.facts import ModelFacts, TensorFact
+from glowplug.core.loading import load_model
+from glowplug.core.memory.pool import KVPool
+from glowplug.core.offers import Mode
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import AttentionBackend, Limits, Model, WeightTarget, Worker
+from glowplug.core.testing.plans import bare_plan
+
+PLUGINS = "glowplug.plugins"
+ATTENTION = {"mla": f"{PLUGINS}.attention.torch_mla", "mha": f"{PLUGINS}.attention.torch_mha"}
+FAMILIES = "glowplug.models.families"
+
+
+def make(module: str, hook: str, plan: EnginePlan, worker: Worker, name: str = "", **options: Any) -> Any:
+    """The runtime object of the component that ``module`` registers through ``hook`` (under ``name``, if several)."""
+    found = [c for c in getattr(importlib.import_module(module), hook)() if not name or c.name == name]
+    path, _, factory = found[0].factory.partition(":")
+    parsed = found[0].options(**{"use": found[0].name, **options})
+    return getattr(importlib.import_module(path), factory)(parsed, plan, worker)
+
+
+class DictSource:
+    """A ``WeightSource`` over tensors in memory."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
+        self.read_names: list[str] = []
+
+    def open(self, facts: ModelFacts) -> None:
+        return
+
+    def entries(self) -> dict[str, TensorFact]:
+        return {name: TensorFact(str(t.dtype).removeprefix("torch."), tuple(t.shape))
+                for name, t in self.tensors.items()}
+
+    def read(self, target: WeightTarget) -> Tensor:
+        self.read_names.append(target.name)
+        return self.tensors[target.name][target.index]
+
+    def close(self) -> None:
+        return
+
+
+def plan_for(facts: ModelFacts, dtype: str = "float32", **sizes: Any) -> EnginePlan:
+    """A bare plan around ``facts``."""
+    plan = bare_plan(**sizes)
+    return replace(plan, dtype=dtype, kv_dtype=dtype, facts=replace(plan.facts, model=facts))
+
+
+def build_context(facts: ModelFacts, plan: EnginePlan | None = None, *, quantization: str = "none",
+                  attention: AttentionBackend | None = None, quantization_options: Mapping[str, Any] | None = None,
+                  **changes: Any) -> BuildContext:
+    """A context of the built-in parts for one CPU rank; ``changes`` replace fields of it."""
+    plan = plan or plan_for(facts)
+    worker = Worker(device="cpu", dtype=getattr(torch, plan.dtype))
+    plain = make(f"{PLUGINS}.quantization.none", "register_quantization_schemes", plan, worker)
+    scheme = make(f"{PLUGINS}.quantization.{quantization}", "register_quantization_schemes", plan, worker,
+                  **(quantization_options or {}))
+    backend = attention or make(ATTENTION[facts.kind], "register_attention_backends", plan, worker)
+    context = BuildContext(
+        facts=facts, worker=worker, dtype=worker.dtype, context=plan.sizes.context_length, scheme=scheme, plain=plain,
+        parallel=make(f"{PLUGINS}.parallel.single", "register_parallel_strategies", plan, worker),
+        collectives=make(f"{PLUGINS}.collectives.local", "register_collectives", plan, worker), attention=backend,
+        ops=make(f"{PLUGINS}.ops.torch_ops", "register_ops", plan, worker))
+    return replace(context, **changes)
+
+
+def build_model(facts: ModelFacts, tensors: Mapping[str, Tensor], context: BuildContext | None = None,
+                **more: Any) -> tuple[Model, BuildContext]:
+    """A loaded model of ``facts`` and the context it was built in. ``more`` goes to :func:`build_context`."""
+    context = context or build_context(facts, **more)
+    families = importlib.import_module(FAMILIES).register_models()
+    name = next(c.name for c in families if facts.architecture in c.offers.architectures)
+    plan = plan_for(facts)
+    model: Model = make(FAMILIES, "register_models", plan, context.worker, name).build(context)
+    load_model(model, DictSource(tensors), facts)
+    return model, context
+
+
+class Stepper:
+    """Steps a model over sequences of token ids with a cache of its own: prefill, then one token at a time."""
+
+    def __init__(self, model: Model, context: BuildContext, rows: int = 8, length: int = 256) -> None:
+        self.model, self.attention = model, context.attention
+        layout = self.attention.kv_layout()
+        self.page = layout.page_size
+        self.pages_a_row = -(-length // self.page)
+        self.pool = KVPool(layout, rows * self.pages_a_row + 1, "cpu")
+        self.attention.reserve(Limits(rows=rows, step_tokens=rows * length, context=length, page_size=self.page,
+                                      num_pages=self.pool.num_pages, width=1, vocab=context.facts.vocab_size,
+                                      kv=self.pool.layers))
+        self.lengths = [0] * rows
+        self.step = 0
+
+    @torch.inference_mode()
+    def hidden(self, chunks: Mapping[int, list[int]], decodes: int = 0, extra: Mapping[str, Any] | None = None,
+               ) -> tuple[Tensor, Batch]:
+        """Feed each row its next tokens; the first ``decodes`` rows count as decoding. [T, hidden] and the batch."""
+        batch = self._batch(chunks, decodes)
+        batch.extra.update(extra or {})
+        self.attention.plan_step(batch, None)
+        hidden = self.model.forward(batch.input_ids, batch.positions, batch)
+        for row, chunk in chunks.items():
+            self.lengths[row] += len(chunk)
+        return hidden, batch
+
+    @torch.inference_mode()
+    def logits(self, chunks: Mapping[int, list[int]], decodes: int = 0) -> Tensor:
+        """float32 [T, V] of every token fed."""
+        return self.model.logits(self.hidden(chunks, decodes)[0])
+
+    def greedy(self, prompt: list[int], count: int, row: int = 0) -> list[int]:
+        """``count`` most likely tokens after ``prompt``."""
+        logits = self.logits({row: prompt})
+        tokens = [int(logits[-1].argmax())]
+        while len(tokens) < count:
+            tokens.append(int(self.logits({row: tokens[-1:]}, decodes=1)[-1].argmax()))
+        return tokens
+
+    def _batch(self, chunks: Mapping[int, list[int]], decodes: int) -> Batch:
+        rows = np.array(list(chunks), np.int32)
+        queries = np.array([len(chunk) for chunk in chunks.values()], np.int32)
+        before = np.array([self.lengths[row] for row in chunks], np.int32)
+        pages = rows[:, None] * self.pages_a_row + 1 + np.arange(self.pages_a_row, dtype=np.int32)
+        ids = np.array([token for chunk in chunks.values() for token in chunk], np.int32)
+        starts = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
+        owner = np.repeat(np.arange(len(rows)), queries)
+        positions = np.arange(len(ids)) - starts[owner] + before[owner]
+        slots = pages[owner, positions // self.page] * self.page + positions % self.page
+        self.step += 1
+        split = int(queries[:decodes].sum())
+        batch = Batch(step=self.step, mode=Mode.DECODE if decodes == len(rows) else Mode.PREFILL, rows=rows,
+                      epochs=np.zeros(len(rows), np.int64), num_decodes=decodes, query_lens=queries,
+                      kv_lens=before + queries, samples=np.ones(len(rows), bool), prompt_ids=ids[split:],
+                      pages=pages)
+        batch.input_ids, batch.positions = _tensor(ids, np.int64), _tensor(positions, np.int64)
+        batch.slots, batch.row_ids = _tensor(slots, np.int64), _tensor(rows, np.int64)
+        batch.kv_lens_device, batch.query_starts = _tensor(batch.kv_lens, np.int32), _tensor(starts, np.int32)
+        batch.page_table = _tensor(pages, np.int32)
+        return batch
+
+
+def _tensor(values: NDArray[Any], dtype: type[np.integer[Any]]) -> Tensor:
+    return torch.from_numpy(values.astype(dtype))

@@ -1,0 +1,122 @@
+"""Routed experts in plain torch: w13 [E, H, 2I] (gate then up) and w2 [E, I, H], both stored input-major.
+
+``activate`` turns [P, 2I] into [P, I]. ids int64 [T, K] name experts of these tensors; weights float32 [T, K].
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+Activation = Callable[[Tensor], Tensor]
+MAX_PADDING = 4  #: padded rows for each real one up to which one batched product beats a loop over experts
+MAX_PAIRWISE = 16  #: (token, expert) pairs up to which single matrix-vector products may win
+
+
+def experts_reference(
+    x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, activate: Activation,
+) -> Tensor:
+    """x [T, H] -> [T, H]: every expert on the tokens that chose it. Ids of -1 are experts held elsewhere."""
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in range(w13.shape[0]):
+        token, slot = (ids == expert).nonzero(as_tuple=True)
+        y = activate(x[token] @ w13[expert]) @ w2[expert]
+        out.index_add_(0, token, y.float() * weights[token, slot, None])
+    return out.to(x.dtype)
+
+
+def experts_host(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, activate: Activation) -> Tensor:
+    """As the reference, for the CPU, where reading the ids costs nothing. All ids must be valid.
+
+    Few pairs: matrix-vector products. Even loads: one padded batched product over all experts, which uses every core.
+    Otherwise (many experts, few hit): a loop over the experts hit.
+    """
+    tokens, pairs = ids.shape[0], ids.numel()
+    experts = w13.shape[0]
+    if tokens == 1 or (pairs <= MAX_PAIRWISE and pairs * 2 <= experts):
+        return _pairwise(x, w13, w2, ids, weights, activate)
+    flat = ids.numpy().ravel()
+    counts = np.bincount(flat, minlength=experts)
+    most = int(counts.max())
+    if experts * most <= MAX_PADDING * pairs:
+        y = _padded(x, w13, w2, flat, counts, most, activate)
+    else:
+        y = _looped(x, w13, w2, flat, counts, activate)
+    return torch.bmm(weights.to(y.dtype).unsqueeze(1), y.view(tokens, -1, y.shape[-1])).squeeze(1)
+
+
+def _pairwise(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, activate: Activation) -> Tensor:
+    chosen = ids.tolist()
+    hidden = torch.cat([torch.mm(row, w13[e]) for row, experts in zip(x.split(1), chosen) for e in experts])
+    inner = (activate(hidden) * weights.to(x.dtype).view(-1, 1)).split(1)
+    out, pair = [], iter(inner)
+    for experts in chosen:
+        total = torch.mm(next(pair), w2[experts[0]])
+        for expert in experts[1:]:
+            total.addmm_(next(pair), w2[expert])
+        out.append(total)
+    return torch.cat(out) if len(out) > 1 else out[0]
+
+
+def _sorted_places(flat: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Pairs in order of expert, and each sorted pair's place within its expert."""
+    order = np.argsort(flat, kind="stable")
+    firsts = np.cumsum(counts) - counts
+    return order, np.arange(len(flat)) - firsts[flat[order]]
+
+
+def _padded(
+    x: Tensor, w13: Tensor, w2: Tensor, flat: NDArray[np.int64], counts: NDArray[np.int64], most: int,
+    activate: Activation,
+) -> Tensor:
+    """[T * K, H], one row a pair, from [E, most, .] batched products; padding rows repeat token 0."""
+    experts, width = len(counts), len(flat) // x.shape[0]
+    order, place = _sorted_places(flat, counts)
+    cell = flat[order] * most + place
+    source = np.zeros(experts * most, np.int64)
+    source[cell] = order // width
+    cell_of = np.empty(len(flat), np.int64)
+    cell_of[order] = cell
+    rows = x.index_select(0, torch.from_numpy(source)).view(experts, most, -1)
+    hidden = torch.bmm(rows, w13).view(experts * most, -1)
+    y = torch.bmm(activate(hidden).view(experts, most, -1), w2).view(experts * most, -1)
+    return y.index_select(0, torch.from_numpy(cell_of))
+
+
+def _looped(
+    x: Tensor, w13: Tensor, w2: Tensor, flat: NDArray[np.int64], counts: NDArray[np.int64], activate: Activation,
+) -> Tensor:
+    """[T * K, H], one row a pair, one product for each expert hit."""
+    width = len(flat) // x.shape[0]
+    order, _ = _sorted_places(flat, counts)
+    hit = np.flatnonzero(counts)
+    sizes = counts[hit].tolist()
+    rows = x.index_select(0, torch.from_numpy(order // width)).split(sizes)
+    hidden = torch.cat([torch.mm(part, w13[e]) for part, e in zip(rows, hit.tolist())])
+    inner = activate(hidden).split(sizes)
+    y = torch.cat([torch.mm(part, w2[e]) for part, e in zip(inner, hit.tolist())])
+    back = np.empty(len(flat), np.int64)
+    back[order] = np.arange(len(flat))
+    return y.index_select(0, torch.from_numpy(back))
+
+
+def experts_device(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, activate: Activation) -> Tensor:
+    """As the reference, on a device: sorted by expert and multiplied in groups, without waiting for the device.
+
+    Ids of -1 sort first and are left out of every group.
+    """
+    tokens, width = ids.shape
+    flat, order = ids.flatten().sort(stable=True)
+    token = order // width
+    ends = torch.searchsorted(flat, torch.arange(w13.shape[0], device=x.device), right=True)
+    ends = ends.to(torch.int32)
+    absent = (flat < 0).unsqueeze(1)
+    # NOTE: the rows of absent experts ride in the first group; their weight is zeroed below.
+    hidden = F.grouped_mm(x.index_select(0, token), w13, offs=ends)
+    y = F.grouped_mm(activate(hidden), w2, offs=ends).float()
+    y = (y * weights.flatten()[order].unsqueeze(1)).masked_fill_(absent, 0.0)
+    return torch.zeros(tokens, x.shape[1], device=x.device).index_add_(0, token, y).to(x.dtype)

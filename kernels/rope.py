@@ -1,0 +1,120 @@
+"""Rotary position embedding: frequencies with every published scaling, tables, and the two rotations.
+
+"Interleaved" rotates neighbouring elements (2i, 2i+1), as DeepSeek's checkpoints do; otherwise element i pairs with
+i + R/2 (NeoX style, Llama). A table is float32 [positions, R]: cosines of the R/2 frequencies, then sines, both times
+the attention factor of YaRN.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROPE_TYPES = frozenset({"default", "linear", "dynamic", "llama3", "yarn"})
+
+
+def rope_type(scaling: Mapping[str, Any] | None) -> str:
+    """The kind of scaling; published configs call the key ``type`` or ``rope_type``."""
+    if not scaling:
+        return "default"
+    return str(scaling.get("rope_type") or scaling.get("type") or "default")
+
+
+def inverse_frequencies(
+    dim: int, theta: float, scaling: Mapping[str, Any] | None = None, max_positions: int = 0, context: int = 0,
+) -> tuple[Tensor, float]:
+    """Frequencies float32 [dim / 2] and the factor on cosines and sines.
+
+    ``max_positions``: the config's ``max_position_embeddings``; ``context``: the longest sequence served. Both matter
+    to dynamic NTK only, which uses one base for the whole context (the plain one when it fits ``max_positions``).
+    Raises ValueError for an unknown scaling.
+    """
+    kind = rope_type(scaling)
+    scaling = scaling or {}
+    if kind == "dynamic" and context > max_positions:
+        stretch = scaling["factor"] * context / max_positions - (scaling["factor"] - 1)
+        theta = theta * stretch ** (dim / (dim - 2))
+    plain = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    match kind:
+        case "default" | "dynamic":
+            return plain, 1.0
+        case "linear":
+            return plain / scaling["factor"], 1.0
+        case "llama3":
+            return _llama3(plain, scaling), 1.0
+        case "yarn":
+            return _yarn(plain, dim, theta, scaling, max_positions)
+    raise ValueError(f"unknown rope scaling {kind!r}; known: {', '.join(sorted(ROPE_TYPES))}")
+
+
+def _llama3(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
+    """Llama 3.1: long wavelengths divided by ``factor``, short ones kept, a linear blend between."""
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return plain * (keep + (1 - keep) / scaling["factor"])
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """YaRN's growth of attention logits: 0.1 * mscale * ln(factor) + 1 (Peng et al., 2023, section 3.4)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _yarn(
+    plain: Tensor, dim: int, theta: float, scaling: Mapping[str, Any], max_positions: int,
+) -> tuple[Tensor, float]:
+    original = scaling["original_max_position_embeddings"]
+    factor = scaling.get("factor") or max_positions / original
+    attention = scaling.get("attention_factor")
+    if attention is None:
+        both = scaling.get("mscale") and scaling.get("mscale_all_dim")
+        attention = (yarn_mscale(factor, scaling["mscale"]) / yarn_mscale(factor, scaling["mscale_all_dim"])
+                     if both else yarn_mscale(factor))
+
+    def boundary(turns: float) -> float:
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = boundary(scaling.get("beta_fast") or 32), boundary(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low or 0.001)
+    stretched = ramp.clamp(0, 1)
+    return plain / factor * stretched + plain * (1 - stretched), float(attention)
+
+
+def cos_sin_table(frequencies: Tensor, factor: float, positions: int) -> Tensor:
+    """float32 [positions, R]: cosines then sines."""
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
+    return torch.cat([angles.cos(), angles.sin()], dim=-1).mul_(factor)
+
+
+def rotate_reference(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
+    """x [T, H, R], cos_sin [T, R] -> rotated, in x's dtype. Written from the definition."""
+    cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
+    wide = x.float()
+    if interleaved:
+        a, b = wide[..., 0::2], wide[..., 1::2]
+        return torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2).to(x.dtype)
+    a, b = wide.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+def prepare(cos_sin: Tensor, interleaved: bool) -> tuple[Tensor, ...]:
+    """What ``rotate`` needs of the steps' rows cos_sin [T, R]: once a step, not once a layer."""
+    cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
+    if interleaved:
+        return (torch.complex(cos, sin),)
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+
+
+def rotate(x: Tensor, prepared: tuple[Tensor, ...]) -> Tensor:
+    """x [T, H, R] (last dimension contiguous) -> rotated, as :func:`rotate_reference`."""
+    wide = x.float()
+    if len(prepared) == 1:  # neighbouring pairs are complex numbers
+        return (wide.view(torch.complex64) * prepared[0]).view(torch.float32).to(x.dtype)
+    cos, sin = prepared
+    return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)

@@ -1,0 +1,77 @@
+"""The model families built in: which architectures they build, and what a config.json may ask of them."""
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from glowplug.core.component import CheckContext, Component, Options
+from glowplug.core.errors import Refusal
+from glowplug.core.hookspecs import hookimpl
+from glowplug.core.offers import ModelOffers
+from glowplug.models.deepseek_config import TOPK_METHODS, topk_method
+
+ROPE_TYPES = frozenset({"default", "linear", "dynamic", "llama3", "yarn"})
+DEEPSEEK_KEYS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "intermediate_size")
+MOE_KEYS = ("moe_intermediate_size", "num_experts_per_tok")
+
+
+class ModelOptions(Options):
+    """A family has no options of its own: config.json says everything."""
+
+    use: str = "auto"
+
+
+def _refuse(reason: str, fix: str = "serve a checkpoint whose config.json this family knows") -> Refusal:
+    return Refusal("models", "model", reason, fix)
+
+
+def check_decoder(context: CheckContext) -> Iterator[Refusal]:
+    """What every family here asks of config.json."""
+    config = context.facts.model.config
+    activation = config.get("hidden_act", "silu")
+    if activation not in {"silu", "swish"}:
+        yield _refuse(f"config.json asks for the activation {activation!r}; only silu is built")
+    scaling = config.get("rope_scaling") or {}
+    kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
+    if kind not in ROPE_TYPES:
+        yield _refuse(f"rope_scaling is of type {kind!r}; known are {', '.join(sorted(ROPE_TYPES))}")
+    if "intermediate_size" not in config:
+        yield _refuse("config.json states no intermediate_size", "use the checkpoint's own config.json")
+
+
+def check_deepseek(context: CheckContext) -> Iterable[Refusal]:
+    """Sizes of latent attention present, a known gate, groups that divide the experts."""
+    yield from check_decoder(context)
+    facts = context.facts.model
+    config = facts.config
+    experts = facts.n_routed_experts
+    for key in DEEPSEEK_KEYS + (MOE_KEYS if experts else ()):
+        if not config.get(key) and key != "intermediate_size":
+            yield _refuse(f"config.json states no {key}", "use the checkpoint's own config.json")
+    if not experts:
+        return
+    method = topk_method(facts)
+    if method not in TOPK_METHODS:
+        yield _refuse(f"topk_method is {method!r}; known are {', '.join(sorted(TOPK_METHODS))}")
+    groups, best = config.get("n_group") or 1, config.get("topk_group") or 1
+    if experts % groups:
+        yield _refuse(f"{experts} experts do not form {groups} equal groups (n_routed_experts, n_group)")
+    elif (config.get("num_experts_per_tok") or 0) > experts // groups * min(best, groups):
+        yield _refuse(f"{config['num_experts_per_tok']} experts a token cannot come from {best} groups of "
+                      f"{experts // groups} (num_experts_per_tok, topk_group)")
+
+
+@hookimpl
+def register_models() -> list[Component]:
+    deepseek = "glowplug.models.deepseek_v2:DeepseekFamily"
+    return [
+        Component("deepseek_v2", ModelOptions, deepseek, check=check_deepseek,
+                  offers=ModelOffers(architectures=frozenset({"DeepseekV2ForCausalLM"}), kind="mla", moe=True),
+                  summary="DeepSeek-V2, V2-Lite, Coder-V2: latent attention, softmax gate"),
+        Component("deepseek_v3", ModelOptions, deepseek, check=check_deepseek,
+                  offers=ModelOffers(architectures=frozenset({"DeepseekV3ForCausalLM"}), kind="mla", moe=True,
+                                     nextn=True),
+                  summary="DeepSeek-V3 and R1: latent attention, sigmoid gate with correction bias, NextN layer"),
+        Component("llama", ModelOptions, "glowplug.models.llama:LlamaFamily", check=check_decoder,
+                  offers=ModelOffers(architectures=frozenset({"LlamaForCausalLM"}), kind="mha"),
+                  summary="Llama: grouped-query attention, gated feed-forward"),
+    ]

@@ -1,0 +1,64 @@
+"""The runtime of ``ops.torch``: binds the torch references as the table of small kernels."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import Quantized, Worker
+from glowplug.kernels import activation, fp8, norm, rope, routing
+
+if TYPE_CHECKING:
+    from glowplug.plugins.ops.torch_ops import TorchOpsOptions
+
+FP8_VALUES = "fp8_group128_values"
+MARGIN = 64  #: rows of the rope table beyond the context, which drafted tokens may reach
+
+
+class TorchOps:
+    """``Ops`` for one rank."""
+
+    def __init__(self, options: TorchOpsOptions, plan: EnginePlan, worker: Worker) -> None:
+        self._device = worker.device
+        self.rms_norm = norm.rms_norm
+        self.add_rms_norm = norm.add_rms_norm
+        self.silu_and_mul = activation.silu_and_mul
+        self.topk_softmax = routing.topk_softmax
+        self.topk_sigmoid = routing.topk_sigmoid
+        self.fused: Mapping[tuple[str, str], Callable[..., Any]] = {
+            ("cast", FP8_VALUES): _fp8_values,
+            ("rms_norm", FP8_VALUES): _rms_norm_fp8,
+            ("add_rms_norm", FP8_VALUES): _add_rms_norm_fp8,
+            ("silu_and_mul", FP8_VALUES): _silu_and_mul_fp8,
+        }
+
+    def rope_table(self, dim: int, context: int, theta: float, scaling: Mapping[str, Any] | None,
+                   max_positions: int) -> Tensor:
+        frequencies, factor = rope.inverse_frequencies(dim, theta, scaling, max_positions, context)
+        return rope.cos_sin_table(frequencies, factor, context + MARGIN).to(self._device)
+
+    def rope_at(self, table: Tensor, positions: Tensor, interleaved: bool) -> object:
+        return rope.prepare(table.index_select(0, positions), interleaved)
+
+    def rope(self, q: Tensor, k: Tensor, at: object) -> tuple[Tensor, Tensor]:
+        assert isinstance(at, tuple)
+        return rope.rotate(q, at), rope.rotate(k, at)
+
+
+def _fp8_values(x: Tensor) -> Quantized:
+    return Quantized(fp8.fake_quantize_tokens(x))
+
+
+def _rms_norm_fp8(x: Tensor, weight: Tensor, eps: float) -> Quantized:
+    return _fp8_values(norm.rms_norm(x, weight, eps))
+
+
+def _add_rms_norm_fp8(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Quantized, Tensor]:
+    normed, residual = norm.add_rms_norm(x, residual, weight, eps)
+    return _fp8_values(normed), residual
+
+
+def _silu_and_mul_fp8(x: Tensor) -> Quantized:
+    return _fp8_values(activation.silu_and_mul(x))

@@ -1,0 +1,22 @@
+"""No quantization: weights in the compute dtype (float32, bfloat16, float16)."""
+from __future__ import annotations
+
+from typing import Literal
+
+from glowplug.core.component import Component
+from glowplug.core.hookspecs import hookimpl
+from glowplug.core.offers import QuantizationOffers
+from glowplug.core.options import QuantizationOptions
+
+
+class NoQuantizationOptions(QuantizationOptions):
+    use: Literal["none"] = "none"
+
+
+@hookimpl
+def register_quantization_schemes() -> list[Component]:
+    return [Component(
+        name="none", options=NoQuantizationOptions,
+        factory="glowplug.plugins.quantization.none_runtime:NoQuantization",
+        offers=QuantizationOffers(reads=frozenset({"none"})),
+        summary="weights as they are, in the compute dtype")]

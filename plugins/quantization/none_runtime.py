@@ -1,0 +1,32 @@
+"""The runtime of ``quantization.none``."""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import ExpertsShape, LinearShape, Worker
+from glowplug.plugins.quantization.dense import DenseExperts, DenseLinear
+
+if TYPE_CHECKING:
+    from glowplug.plugins.quantization.none import NoQuantizationOptions
+
+
+class NoQuantization:
+    """``QuantizationScheme`` that keeps weights dense. Covers everything."""
+
+    block = 1
+
+    def __init__(self, options: NoQuantizationOptions, plan: EnginePlan, worker: Worker) -> None:
+        self._dtype: torch.dtype = worker.dtype or getattr(torch, plan.dtype)
+        self._device = worker.device
+
+    def linear(self, shape: LinearShape) -> DenseLinear:
+        return DenseLinear(shape, self._dtype, self._device)
+
+    def experts(self, shape: ExpertsShape) -> DenseExperts:
+        return DenseExperts(shape, self._dtype, self._device)
+
+    def covers(self, module: str) -> bool:
+        return True
