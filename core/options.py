@@ -121,6 +121,7 @@ class ServerOptions(Section):
     max_choices: int = Field(512, ge=1, description="most n x prompts in one request")
     request_timeout: float = Field(0.0, ge=0, description="seconds; 0: none")
     queue_timeout: float = Field(0.0, ge=0, description="seconds a request may wait; 0: none")
+    stall_timeout: float = Field(30.0, gt=0, description="seconds without reading after which a client is dropped")
     drain_timeout: float = Field(30.0, ge=0, description="seconds running requests get after SIGTERM")
     cors_origins: tuple[str, ...] = Field((), description="origins browsers may call from; none by default")
     open_routes: tuple[str, ...] = Field(("/health", "/ready", "/metrics"), description="routes that need no key")

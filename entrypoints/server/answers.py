@@ -1,0 +1,132 @@
+"""Answers that end when the client leaves: whole ones, and event streams that also end when the client stops reading."""
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from glowplug.core.errors import RequestError
+from glowplug.entrypoints.server.errors import from_exception
+from glowplug.entrypoints.server.metrics import Metrics
+
+logger = logging.getLogger("glowplug.server")
+
+T = TypeVar("T")
+DONE = b"data: [DONE]\n\n"
+CLIENT_CLOSED = 499  #: nobody reads this answer; the number is for the metrics
+
+_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no")]
+
+
+def event(value: object) -> bytes:
+    """One server-sent event."""
+    return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+def json_response(value: object, headers: dict[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(value), headers=headers, media_type="application/json")
+
+
+async def _gone(receive: Receive) -> None:
+    """Returns when the client has left. The request's body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(request: Request, metrics: Metrics, work: Awaitable[T]) -> T:
+    """The result of ``work``, cancelled as soon as the client leaves."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_gone(request.receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        metrics.disconnected.inc()
+        raise RequestError("the client has left", code="client_closed", status=CLIENT_CLOSED)
+    finally:
+        watcher.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+class EventStream(Response):
+    """``source`` yields bytes of whole events. Its failure before the first becomes a plain error answer; a later one
+    becomes a last event ``{"error": ...}``: never a silent end. A write that stays blocked for ``stall`` seconds (the
+    client does not read) ends the stream and the connection.
+    """
+
+    def __init__(self, source: AsyncGenerator[bytes, None], metrics: Metrics, stall: float,
+                 headers: dict[str, str] | None = None) -> None:
+        super().__init__(headers=headers)
+        self._source, self._metrics, self._stall = source, metrics, stall
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = asyncio.ensure_future(self._write(scope, send))
+        watcher = asyncio.ensure_future(_gone(receive))
+        try:
+            await asyncio.wait({writer, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            if writer.done():
+                writer.result()
+            else:
+                self._metrics.disconnected.inc()
+        finally:
+            watcher.cancel()
+            if not writer.done():
+                writer.cancel()
+                await asyncio.gather(writer, return_exceptions=True)
+
+    async def _write(self, scope: Scope, send: Send) -> None:
+        async with aclosing(self._source) as source:
+            first = await anext(source)
+            headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
+            await send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS, *headers]})
+            guard = _StallGuard(scope, self._stall)
+            try:
+                await guard.send(send, first)
+                async for data in source:
+                    await guard.send(send, data)
+            except Exception as error:
+                self._metrics.rejected.inc(labels=("stream",))
+                if not isinstance(error, RequestError):
+                    logger.exception("a stream failed")
+                await guard.send(send, b"data: " + bytes(from_exception(error).body) + b"\n\n")
+            finally:
+                guard.stop()
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class _StallGuard:
+    """Watches one stream's writes with a timer that is set once in ``seconds``, not once a chunk."""
+
+    def __init__(self, scope: Scope, seconds: float) -> None:
+        extensions: dict[str, Any] = scope.get("extensions") or {}
+        self._abort = extensions.get("glowplug.abort")
+        self._seconds = seconds
+        self._blocked_since = 0.0
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(seconds, self._look)
+
+    async def send(self, send: Send, body: bytes) -> None:
+        self._blocked_since = self._loop.time()
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        self._blocked_since = 0.0
+
+    def _look(self) -> None:
+        blocked = self._loop.time() - self._blocked_since if self._blocked_since else 0.0
+        if blocked >= self._seconds and self._abort is not None:
+            logger.warning("a client did not read for %.0f s: its stream is dropped", blocked)
+            self._abort()
+            return
+        self._timer = self._loop.call_later(self._seconds / 2, self._look)
+
+    def stop(self) -> None:
+        self._timer.cancel()

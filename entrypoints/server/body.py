@@ -1,0 +1,103 @@
+"""Request bodies: read with a deadline, parsed by orjson (large ones in a thread), bounded in depth, then typed.
+
+FastAPI's own body parsing would run before authentication, on the event loop, and answer 422.
+"""
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel, ValidationError
+from pydantic.json_schema import models_json_schema
+from starlette.requests import ClientDisconnect
+
+from glowplug import __version__
+from glowplug.core.errors import RequestError
+from glowplug.entrypoints.server.errors import from_validation
+
+M = TypeVar("M", bound=BaseModel)
+BODY_SECONDS = 60.0  #: from the first byte of the body to the last
+MAX_DEPTH = 64  #: nested arrays and objects
+THREAD_BYTES = 64 << 10  #: bodies larger than this are parsed off the event loop
+
+
+def body_of(model: type[M], *, optional: bool = False) -> Callable[[Request], Awaitable[M]]:
+    """A dependency that reads the body as ``model``. ``optional``: no body at all means all defaults."""
+
+    async def read(request: Request) -> M:
+        raw = await _read(request)
+        if optional and not raw:
+            return model()
+        _check_content_type(request)
+        if len(raw) > THREAD_BYTES:
+            return await asyncio.to_thread(_parse, raw, model)
+        return _parse(raw, model)
+
+    return read
+
+
+def body_schema(model: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
+    """``openapi_extra`` of a route whose body :func:`body_of` reads."""
+    reference = {"$ref": f"#/components/schemas/{model.__name__}"}
+    return {"requestBody": {"required": required, "content": {"application/json": {"schema": reference}}}}
+
+
+async def _read(request: Request) -> bytes:
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await request.body()
+    except TimeoutError:
+        raise RequestError("the request body took too long to arrive", code="body_timeout", status=408) from None
+    except ClientDisconnect:
+        raise RequestError("the client left before its request was complete", code="client_closed") from None
+
+
+def _check_content_type(request: Request) -> None:
+    # NOTE: a web page may send text/plain or a form to localhost without asking; JSON needs the server's consent (CORS).
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise RequestError("send the body with Content-Type: application/json", code="unsupported_media_type", status=415)
+
+
+def _parse(raw: bytes, model: type[M]) -> M:
+    try:
+        value = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise RequestError("the body must be a JSON object", code="invalid_json")
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH:
+        _check_depth(value)
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise from_validation(list(error.errors(include_url=False, include_input=False))) from None
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [child for node in level for child in (node.values() if isinstance(node, dict) else node)
+                 if isinstance(child, dict | list)]
+        if not level:
+            return
+    raise RequestError(f"the body is nested deeper than {MAX_DEPTH} levels", code="invalid_json")
+
+
+def install_schema(app: FastAPI, models: Sequence[type[BaseModel]]) -> None:
+    """``app.openapi()`` with the body ``models`` among its components."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document = get_openapi(title="glowplug", version=__version__, routes=app.routes)
+            _, schemas = models_json_schema([(model, "validation") for model in models],
+                                            ref_template="#/components/schemas/{model}")
+            document.setdefault("components", {}).setdefault("schemas", {}).update(schemas.get("$defs", {}))
+            app.openapi_schema = document
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,0 +1,74 @@
+"""``POST /v1/chat/completions``."""
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from glowplug.core.errors import RequestError
+from glowplug.entrypoints.server import prompts, responses
+from glowplug.entrypoints.server.answers import EventStream, json_response, unless_gone
+from glowplug.entrypoints.server.body import body_of, body_schema
+from glowplug.entrypoints.server.chat_text import ChatChunks, WholeChat
+from glowplug.entrypoints.server.context import Context, get_context
+from glowplug.entrypoints.server.jobs import Job
+from glowplug.entrypoints.server.protocol.chat import ChatRequest
+from glowplug.entrypoints.server.protocol.responses import ChatCompletion
+from glowplug.entrypoints.server.requests import openai_job, warnings
+from glowplug.entrypoints.server.sampling import openai_params
+
+router = APIRouter(tags=["OpenAI"])
+
+
+@router.post("/v1/chat/completions", responses=responses.of(ChatCompletion, stream=True),
+             openapi_extra=body_schema(ChatRequest), summary="Chat")
+async def chat(request: Request, body: Annotated[ChatRequest, Depends(body_of(ChatRequest))],
+               context: Annotated[Context, Depends(get_context)]) -> Response:
+    context.check_model(body.model)
+    headers = warnings(body.extras())
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+    prompt = await prompts.of_chat(context, body)
+    wanted = body.wanted_tokens if body.wanted_tokens is not None else _default_tokens(context, prompt)
+    params = openai_params(body, max_tokens=wanted, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
+    job = openai_job(request, context, body, [prompt], [params])
+    tail = await _tail(context, prompt)
+    if body.stream:
+        chunks = ChatChunks(context, body, prompt, job.rid, tail)
+        return EventStream(_stream(context, job, chunks), context.metrics, context.options.stall_timeout, headers)
+    answer = await unless_gone(request, context.metrics, _whole(context, job, WholeChat(context, body, prompt, job.rid, tail)))
+    return json_response(answer, headers)
+
+
+def _default_tokens(context: Context, prompt: prompts.Prompt) -> int | None:
+    """None lets the engine use all that the context leaves."""
+    default = context.options.default_max_tokens
+    return None if default is None else min(default, prompts.room(context, prompt))
+
+
+async def _tail(context: Context, prompt: prompts.Prompt) -> str:
+    """The prompt's last characters, for parsers: a template may end with an opening tag."""
+    if prompt.text is not None:
+        return prompt.text[-prompts.TAIL:]
+    if context.tokenizer is None or not context.parsers:
+        return ""
+    return await context.texts.decode(prompt.ids[-prompts.TAIL:], skip_special_tokens=False)
+
+
+async def _whole(context: Context, job: Job, answer: WholeChat) -> dict[str, Any]:
+    async with aclosing(job.run(context)) as source:
+        async for index, delta in source:
+            answer.add(index, delta)
+    return answer.body()
+
+
+async def _stream(context: Context, job: Job, chunks: ChatChunks) -> AsyncGenerator[bytes, None]:
+    async with aclosing(job.run(context)) as source:
+        async for index, delta in source:
+            data = chunks.add(index, delta)
+            if data:
+                yield data
+    yield chunks.end()

@@ -1,0 +1,178 @@
+"""Chat answers, whole or in chunks, from the deltas of their sequences."""
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from glowplug.core.protocols import OutputParserFactory
+from glowplug.entrypoints.delta import Delta
+from glowplug.entrypoints.server.answers import DONE, event
+from glowplug.entrypoints.server.context import Context
+from glowplug.entrypoints.server.logprobs import chat_logprobs
+from glowplug.entrypoints.server.prompts import TAIL, Prompt, wanted_thinking
+from glowplug.entrypoints.server.protocol.chat import ChatRequest
+from glowplug.entrypoints.server.reasoning import Split
+from glowplug.entrypoints.server.usage import UsageCount
+
+
+def ending(delta: Delta) -> dict[str, Any]:
+    """How a choice ended: OpenAI's field, and what matched under vLLM's and SGLang's names."""
+    return {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason, "matched_stop": delta.stop_reason}
+
+
+@dataclass
+class Choice:
+    """One sequence so far. ``held``: reasoning kept back until it is complete (``stream_reasoning: false``)."""
+
+    split: Split
+    reasoning: list[str] = field(default_factory=list)
+    content: list[str] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    held: list[str] = field(default_factory=list)
+    end: Delta | None = None
+    started: bool = False
+
+
+class ChatAnswer:
+    """State of one request that both forms share."""
+
+    def __init__(self, context: Context, request: ChatRequest, prompt: Prompt, rid: str, prompt_text: str) -> None:
+        n = request.n or 1
+        factories: list[OutputParserFactory] = list(context.parsers) if request.separate_reasoning else []
+        thinking = wanted_thinking(request)
+        self.request, self.prompt = request, prompt
+        self.choices = [Choice(Split(factories, prompt_text[-TAIL:], thinking)) for _ in range(n)]
+        self.usage = UsageCount(n)
+        self._names = context.names
+        self._alias = context.options.emit_reasoning_alias
+        self._top = (request.top_logprobs or 0) if request.logprobs else 0
+        self._head = {"id": f"chatcmpl-{rid}", "created": int(time.time()), "model": context.model_name,
+                      "system_fingerprint": f"fp_{context.plan.fingerprint[:10]}"}
+
+    @property
+    def echoed(self) -> str:
+        """What ``echo`` puts before the answer: a last message of the assistant's own."""
+        messages = self.request.messages
+        if not self.request.echo or not messages or messages[-1].role != "assistant":
+            return ""
+        content = messages[-1].content
+        return content if isinstance(content, str) else "".join(part.text or "" for part in content or [])
+
+    def take(self, index: int, delta: Delta) -> tuple[str, str, list[dict[str, Any]] | None]:
+        """(reasoning, content, logprobs) that ``delta`` adds to choice ``index``; counts usage."""
+        choice = self.choices[index]
+        reasoning, content = choice.split.feed(delta)
+        self.usage.see(index, delta, choice.split.reasoning_tokens)
+        if not self.request.include_reasoning:
+            reasoning = ""
+        logprobs = None
+        if self.request.logprobs and delta.logprobs is not None:
+            logprobs = chat_logprobs(self._names, delta.token_ids, delta.logprobs, self._top,
+                                     bool(self.request.return_tokens_as_token_ids))
+        if delta.finish_reason is not None:
+            choice.end = delta
+        return reasoning, content, logprobs
+
+    def _with_reasoning(self, fields: dict[str, Any], reasoning: str | None) -> dict[str, Any]:
+        fields["reasoning_content"] = reasoning
+        if self._alias:
+            fields["reasoning"] = reasoning
+        return fields
+
+
+class WholeChat(ChatAnswer):
+    """Collects; ``body`` is the ``chat.completion`` object."""
+
+    def add(self, index: int, delta: Delta) -> None:
+        reasoning, content, logprobs = self.take(index, delta)
+        choice = self.choices[index]
+        choice.reasoning.append(reasoning)
+        choice.content.append(content)
+        choice.logprobs += logprobs or []
+        choice.token_ids += delta.token_ids
+
+    def body(self) -> dict[str, Any]:
+        body = {**self._head, "object": "chat.completion", "usage": self.usage.body(),
+                "choices": [self._choice(i, choice) for i, choice in enumerate(self.choices)]}
+        if self.request.return_token_ids:
+            body["prompt_token_ids"] = self.prompt.ids
+        return body
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        assert choice.end is not None
+        message: dict[str, Any] = {"role": "assistant", "content": self.echoed + "".join(choice.content), "refusal": None}
+        self._with_reasoning(message, "".join(choice.reasoning) or None)
+        logprobs = {"content": choice.logprobs, "refusal": None} if self.request.logprobs else None
+        out = {"index": index, "message": message, "logprobs": logprobs, **ending(choice.end)}
+        if self.request.return_token_ids:
+            out["token_ids"] = choice.token_ids
+        return out
+
+
+class ChatChunks(ChatAnswer):
+    """Turns each delta into the bytes of its events; ``end`` gives the usage and ``[DONE]``."""
+
+    def __init__(self, context: Context, request: ChatRequest, prompt: Prompt, rid: str, prompt_text: str) -> None:
+        super().__init__(context, request, prompt, rid, prompt_text)
+        self._head["object"] = "chat.completion.chunk"
+        options = request.stream_options
+        self._include = options is not None and options.include_usage
+        self._continuous = options is not None and options.continuous_usage_stats
+
+    def add(self, index: int, delta: Delta) -> bytes:
+        """Events of one step of one choice, as one write; b"" when there is nothing to show yet."""
+        choice = self.choices[index]
+        reasoning, content, logprobs = self.take(index, delta)
+        parts: list[bytes] = []
+        if not choice.started:
+            choice.started = True
+            parts.append(self._first(index))
+        if not self.request.stream_reasoning:
+            reasoning = self._hold(choice, reasoning, bool(content) or delta.finish_reason is not None)
+        ids = delta.token_ids if self.request.return_token_ids else None
+        if reasoning:
+            parts.append(self._chunk(index, self._with_reasoning({}, reasoning), logprobs, ids))
+            logprobs, ids = None, None
+        if content or logprobs or ids:
+            parts.append(self._chunk(index, {"content": content}, logprobs, ids))
+        if delta.finish_reason is not None:
+            parts.append(self._chunk(index, {}, None, None, delta))
+        return b"".join(parts)
+
+    def _first(self, index: int) -> bytes:
+        fields = {"role": "assistant", "content": self.echoed}
+        extra = {"prompt_token_ids": self.prompt.ids} if self.request.return_token_ids else None
+        return self._chunk(index, fields, None, None, None, extra)
+
+    @staticmethod
+    def _hold(choice: Choice, reasoning: str, complete: bool) -> str:
+        choice.held.append(reasoning)
+        if not complete:
+            return ""
+        whole, choice.held = "".join(choice.held), []
+        return whole
+
+    def _chunk(self, index: int, fields: dict[str, Any], logprobs: list[dict[str, Any]] | None, ids: list[int] | None,
+               end: Delta | None = None, extra: dict[str, Any] | None = None) -> bytes:
+        choice: dict[str, Any] = {"index": index, "delta": fields,
+                                  "logprobs": {"content": logprobs, "refusal": None} if logprobs else None,
+                                  "finish_reason": None}
+        if end is not None:
+            choice.update(ending(end))
+        if ids:
+            choice["token_ids"] = ids
+        chunk = {**self._head, "choices": [choice]}
+        if extra:
+            chunk.update(extra)
+        if self._continuous:
+            chunk["usage"] = self.usage.body()
+        elif self._include:
+            chunk["usage"] = None
+        return event(chunk)
+
+    def end(self) -> bytes:
+        if not self._include:
+            return DONE
+        return event({**self._head, "choices": [], "usage": self.usage.body()}) + DONE

@@ -1,0 +1,129 @@
+"""Completion answers, whole or in chunks, from the deltas of their sequences."""
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from glowplug.entrypoints.delta import Delta
+from glowplug.entrypoints.server.answers import DONE, event
+from glowplug.entrypoints.server.chat_text import ending
+from glowplug.entrypoints.server.context import Context
+from glowplug.entrypoints.server.logprobs import CompletionLogprobs
+from glowplug.entrypoints.server.prompts import Prompt
+from glowplug.entrypoints.server.protocol.completions import CompletionRequest
+from glowplug.entrypoints.server.usage import UsageCount
+
+
+@dataclass
+class Choice:
+    prompt: Prompt
+    echoed: str
+    logprobs: CompletionLogprobs | None
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    end: Delta | None = None
+    started: bool = False
+
+
+class CompletionAnswer:
+    """State of one request. ``echoed[i]`` is prompt i as text; with ``max_tokens`` 0 only that is shown.
+
+    Choice ``p * n + i`` is the i-th of prompt p.
+    """
+
+    def __init__(self, context: Context, request: CompletionRequest, prompts: list[Prompt], echoed: list[str],
+                 rid: str) -> None:
+        self.n = request.n or 1
+        self.request, self.prompts = request, prompts
+        self.usage = UsageCount(self.n)
+        self._only_prompt = request.max_tokens == 0
+        self.choices = [self._choice(context, prompt, text) for prompt, text in zip(prompts, echoed, strict=True)
+                        for _ in range(self.n)]
+        self._head = {"id": f"cmpl-{rid}", "object": "text_completion", "created": int(time.time()),
+                      "model": context.model_name, "system_fingerprint": f"fp_{context.plan.fingerprint[:10]}"}
+
+    def _choice(self, context: Context, prompt: Prompt, text: str) -> Choice:
+        logprobs = None
+        if self.request.logprobs is not None:
+            logprobs = CompletionLogprobs(context.names, self.request.logprobs,
+                                          bool(self.request.return_tokens_as_token_ids))
+        return Choice(prompt, text, logprobs)
+
+    def take(self, index: int, delta: Delta) -> tuple[str, list[int]]:
+        """(text, token ids) that ``delta`` adds to choice ``index``; counts usage, collects log-probabilities."""
+        choice = self.choices[index]
+        text, ids = ("", []) if self._only_prompt else (delta.text, delta.token_ids)
+        self.usage.see(index, delta, output_tokens=0 if self._only_prompt else None)
+        if choice.logprobs is not None:
+            if delta.prompt_logprobs is not None:
+                choice.logprobs.add_prompt(choice.prompt.ids, delta.prompt_logprobs)
+            if delta.logprobs is not None:
+                choice.logprobs.add(ids, delta.logprobs)
+        if not choice.started:
+            choice.started, text = True, choice.echoed + text
+        if delta.finish_reason is not None:
+            choice.end = delta
+        return text, ids
+
+    def _ending(self, delta: Delta) -> dict[str, Any]:
+        """The token that was computed only to score the prompt ends nothing: the length asked for (0) was reached."""
+        if self._only_prompt:
+            return {"finish_reason": "length", "stop_reason": None, "matched_stop": None}
+        return ending(delta)
+
+
+class WholeCompletion(CompletionAnswer):
+    """Collects; ``body`` is the ``text_completion`` object."""
+
+    def add(self, index: int, delta: Delta) -> None:
+        text, ids = self.take(index, delta)
+        self.choices[index].text.append(text)
+        self.choices[index].token_ids += ids
+
+    def body(self) -> dict[str, Any]:
+        return {**self._head, "choices": [self._body(i, choice) for i, choice in enumerate(self.choices)],
+                "usage": self.usage.body()}
+
+    def _body(self, index: int, choice: Choice) -> dict[str, Any]:
+        assert choice.end is not None
+        out: dict[str, Any] = {
+            "index": index, "text": "".join(choice.text),
+            "logprobs": choice.logprobs.take() if choice.logprobs is not None else None, **self._ending(choice.end)}
+        if self.request.return_token_ids:
+            out["token_ids"], out["prompt_token_ids"] = choice.token_ids, choice.prompt.ids
+        return out
+
+
+class CompletionChunks(CompletionAnswer):
+    """Turns each delta into the bytes of its event; ``end`` gives the usage and ``[DONE]``."""
+
+    def add(self, index: int, delta: Delta) -> bytes:
+        choice = self.choices[index]
+        first = not choice.started
+        text, ids = self.take(index, delta)
+        last = delta.finish_reason is not None
+        wanted_ids = bool(self.request.return_token_ids)
+        logprobs = choice.logprobs.take() if choice.logprobs is not None else None
+        if not (text or last or (logprobs and logprobs["tokens"]) or (wanted_ids and ids)):
+            return b""
+        body: dict[str, Any] = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
+        if last:
+            body.update(self._ending(delta))
+        if wanted_ids:
+            body["token_ids"] = ids
+            if first:
+                body["prompt_token_ids"] = choice.prompt.ids
+        return event({**self._head, "choices": [body], **self._usage()})
+
+    def _usage(self) -> dict[str, Any]:
+        options = self.request.stream_options
+        if options is None or not (options.include_usage or options.continuous_usage_stats):
+            return {}
+        return {"usage": self.usage.body() if options.continuous_usage_stats else None}
+
+    def end(self) -> bytes:
+        options = self.request.stream_options
+        if options is None or not options.include_usage:
+            return DONE
+        return event({**self._head, "choices": [], "usage": self.usage.body()}) + DONE

@@ -1,0 +1,81 @@
+"""``POST /v1/completions``."""
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from glowplug.core.errors import RequestError
+from glowplug.core.request import SamplingParams
+from glowplug.entrypoints.server import prompts, responses
+from glowplug.entrypoints.server.answers import EventStream, json_response, unless_gone
+from glowplug.entrypoints.server.body import body_of, body_schema
+from glowplug.entrypoints.server.completion_text import CompletionChunks, WholeCompletion
+from glowplug.entrypoints.server.context import Context, get_context
+from glowplug.entrypoints.server.jobs import Job
+from glowplug.entrypoints.server.protocol.completions import CompletionRequest
+from glowplug.entrypoints.server.protocol.responses import Completion
+from glowplug.entrypoints.server.requests import openai_job, warnings
+from glowplug.entrypoints.server.sampling import openai_params
+
+router = APIRouter(tags=["OpenAI"])
+DEFAULT_TOKENS = 16
+
+
+@router.post("/v1/completions", responses=responses.of(Completion, stream=True),
+             openapi_extra=body_schema(CompletionRequest), summary="Text completion")
+async def completions(request: Request, body: Annotated[CompletionRequest, Depends(body_of(CompletionRequest))],
+                      context: Annotated[Context, Depends(get_context)]) -> Response:
+    context.check_model(body.model)
+    headers = warnings(body.extras())
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise RequestError("best_of must equal n", param="best_of", code="unsupported_parameter")
+    if body.max_tokens == 0 and not body.echo:
+        raise RequestError("max_tokens must be at least 1 (0 is for echo)", param="max_tokens")
+    given = await prompts.of_completion(context, body.prompt, body.add_special_tokens)
+    params = [_params(context, body, prompt) for prompt in given]
+    job = openai_job(request, context, body, given, params)
+    echoed = await _echoed(context, body, given)
+    if body.stream:
+        chunks = CompletionChunks(context, body, given, echoed, job.rid)
+        return EventStream(_stream(context, job, chunks), context.metrics, context.options.stall_timeout, headers)
+    whole = WholeCompletion(context, body, given, echoed, job.rid)
+    return json_response(await unless_gone(request, context.metrics, _whole(context, job, whole)), headers)
+
+
+def _params(context: Context, body: CompletionRequest, prompt: prompts.Prompt) -> SamplingParams:
+    room = prompts.room(context, prompt)
+    wanted = body.max_tokens
+    if wanted is None:
+        wanted = min(context.options.default_max_tokens or DEFAULT_TOKENS, room)
+    # NOTE: scoring a prompt still takes a step, whose token is not shown.
+    scored = body.logprobs if body.echo and body.logprobs is not None else None
+    return openai_params(body, max_tokens=max(1, wanted), logprobs=body.logprobs, prompt_logprobs=scored)
+
+
+async def _echoed(context: Context, body: CompletionRequest, given: list[prompts.Prompt]) -> list[str]:
+    """Each prompt as text when ``echo`` asks for it."""
+    if not body.echo:
+        return [""] * len(given)
+    return [prompt.text if prompt.text is not None
+            else await context.texts.decode(prompt.ids, skip_special_tokens=body.skip_special_tokens)
+            for prompt in given]
+
+
+async def _whole(context: Context, job: Job, answer: WholeCompletion) -> dict[str, Any]:
+    async with aclosing(job.run(context)) as source:
+        async for index, delta in source:
+            answer.add(index, delta)
+    return answer.body()
+
+
+async def _stream(context: Context, job: Job, chunks: CompletionChunks) -> AsyncGenerator[bytes, None]:
+    async with aclosing(job.run(context)) as source:
+        async for index, delta in source:
+            data = chunks.add(index, delta)
+            if data:
+                yield data
+    yield chunks.end()

@@ -1,0 +1,118 @@
+"""Every error body is ``{"error": {"message", "type", "param", "code"}}``, and none tells of paths or addresses."""
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from glowplug.core.errors import EngineDead, QueueFull, RequestError
+from glowplug.entrypoints.delta import Delta
+
+logger = logging.getLogger("glowplug.server")
+
+MAX_MESSAGE = 1000  #: characters of a message that come from outside
+RETRY_AFTER = 5  #: seconds a client should wait while the server starts or drains
+
+_TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+          405: "invalid_request_error", 408: "timeout_error", 413: "invalid_request_error", 415: "invalid_request_error",
+          429: "rate_limit_error", 431: "invalid_request_error", 503: "service_unavailable_error", 504: "timeout_error"}
+_STATUS_BY_CODE = {"queue_full": 429, "queue_timeout": 503, "timeout": 504, "request_timeout": 504,
+                   "context_length_exceeded": 400, "kv_too_small": 400, "invalid_request": 400, "nan_logits": 500}
+_PATH = re.compile(r"(?:(?<![\w.])|(?<=\s))/(?:[\w.@+-]+/)+[\w.@+-]*|\b0x[0-9a-fA-F]{6,}\b")
+
+
+class Unavailable(RequestError):
+    """The server takes no work now: it starts, drains, or its engine has died."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message, code=code, status=503)
+
+
+def sanitise(message: str) -> str:
+    """One line, capped, without file paths or memory addresses."""
+    line = " ".join(message.split())
+    return _PATH.sub("[...]", line)[:MAX_MESSAGE]
+
+
+def error_body(message: str, status: int, *, param: str | None = None, code: str | None = None) -> bytes:
+    """The OpenAI error object as JSON bytes."""
+    detail = {"message": sanitise(message), "type": _TYPES.get(status, "server_error"), "param": param, "code": code}
+    return orjson.dumps({"error": detail})
+
+
+def error_response(message: str, status: int, *, param: str | None = None, code: str | None = None,
+                   headers: Mapping[str, str] | None = None) -> Response:
+    return Response(error_body(message, status, param=param, code=code), status, headers, "application/json")
+
+
+def from_exception(error: Exception) -> Response:
+    """The answer to a failed request. What we did not raise on purpose is "internal error" and nothing more."""
+    if isinstance(error, RequestError):
+        headers = {"Retry-After": str(error.retry_after)} if isinstance(error, QueueFull) else {}
+        if error.status == 503:
+            headers["Retry-After"] = str(RETRY_AFTER)
+        return error_response(str(error), error.status, param=error.param, code=error.code, headers=headers)
+    if isinstance(error, EngineDead):
+        return error_response("the engine has stopped", 500, code="engine_dead")
+    return error_response("internal error", 500, code="internal_error")
+
+
+def from_delta(delta: Delta) -> RequestError | None:
+    """The error that a sequence's last delta stands for, or None for a regular end."""
+    if delta.finish_reason == "timeout":
+        return RequestError("the request ran out of time", code="request_timeout", status=504)
+    if delta.finish_reason != "error":
+        return None
+    code = delta.error_code or "engine_error"
+    return RequestError(delta.error or "the engine could not finish this request", code=code,
+                        status=_STATUS_BY_CODE.get(code, 500))
+
+
+def from_validation(errors: list[Any]) -> RequestError:
+    """The first problem pydantic found, as a sentence with the field's name."""
+    first = errors[0]
+    where = [str(part) for part in first["loc"] if not _is_union_member(str(part))]
+    param = ".".join(where) or None
+    message = str(first["msg"])
+    return RequestError(f"{param}: {message}" if param else message, param=param)
+
+
+def _is_union_member(part: str) -> bool:
+    """pydantic names the member of a union in the location ("str", "list[int]", "function-after[...]")."""
+    return part in ("str", "int", "float", "bool", "body") or "[" in part
+
+
+def install(app: FastAPI) -> None:
+    """Every way an error leaves the app, in one place. 422 does not exist here."""
+
+    async def deliberate(request: Request, error: Exception) -> Response:
+        return from_exception(error)
+
+    async def validation(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError | ValidationError)
+        return from_exception(from_validation(list(error.errors())))
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = {404: f"no such route: {request.method} {request.url.path[:256]}",
+                   405: f"method {request.method} is not allowed here"}.get(error.status_code, str(error.detail))
+        return error_response(message, error.status_code, headers=error.headers)
+
+    async def unexpected(request: Request, error: Exception) -> Response:
+        headers = {"X-Request-Id": str(request.scope.get("glowplug.request_id", ""))}
+        return error_response("internal error", 500, code="internal_error", headers=headers)
+
+    app.add_exception_handler(RequestError, deliberate)
+    app.add_exception_handler(EngineDead, deliberate)
+    app.add_exception_handler(RequestValidationError, validation)
+    app.add_exception_handler(ValidationError, validation)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, unexpected)

@@ -1,0 +1,87 @@
+"""uvicorn's httptools protocol with what it lacks: a cap and a deadline on the request head, and a hard close.
+
+llhttp itself bounds nothing: an endless header would be collected for ever (CVE-2025-48956).
+"""
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from glowplug.entrypoints.server.errors import error_body
+from glowplug.entrypoints.server.limits import MAX_HEADER_BYTES
+
+HEAD_SECONDS = 30.0  #: from the first byte of a request to the end of its headers
+DISCARD_SECONDS = 30.0  #: how long the rest of a body that was already refused is read and thrown away
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """Adds ``scope["extensions"]["glowplug.abort"]``: closes the connection at once, unsent bytes included."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._head_bytes = 0
+        self._in_head = True
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type]
+        self._arm(HEAD_SECONDS)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._in_head:
+            if self._deadline is None:
+                self._arm(HEAD_SECONDS)
+            self._head_bytes += len(data)
+        super().data_received(data)
+        # NOTE: what came with this packet may be body, so the count is judged only while the head is still open.
+        if self._in_head and self._head_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
+            self._refuse()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = {"glowplug.abort": self.transport.abort}
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._disarm()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_head, self._head_bytes = True, 0
+        self._disarm()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self._in_head:
+            self._arm(DISCARD_SECONDS)
+
+    def _arm(self, seconds: float) -> None:
+        self._disarm()
+        self._deadline = self.loop.call_later(seconds, self._expired)
+
+    def _disarm(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _expired(self) -> None:
+        self._deadline = None
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if answering:  # a stray byte behind a request must not cost the answer that is being written
+            self._arm(HEAD_SECONDS)
+        elif not self.transport.is_closing():
+            self.transport.abort()
+
+    def _refuse(self) -> None:
+        body = error_body("too many or too large headers", 431, code="headers_too_large")
+        head = (f"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
+                f"content-length: {len(body)}\r\nconnection: close\r\n\r\n")
+        self.transport.write(head.encode("ascii") + body)
+        self.transport.close()

@@ -1,0 +1,154 @@
+"""One HTTP request's sequences: run together, merged into one stream, metered, and aborted together."""
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from glowplug.core.errors import EngineDead
+from glowplug.core.request import SamplingParams
+from glowplug.entrypoints.delta import Delta
+from glowplug.entrypoints.server.errors import from_delta
+from glowplug.entrypoints.server.metrics import Metrics
+
+if TYPE_CHECKING:
+    from glowplug.entrypoints.server.context import Context
+
+
+@dataclass
+class Job:
+    """Sequence i is (``prompts[i]``, ``params[i]``), ``params[i].n`` being 1. Times in seconds, 0: none.
+
+    ``rid`` names the whole request, ``rids`` its sequences when the client named each.
+    """
+
+    rid: str
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+    priority: int = 0
+    salt: str = ""
+    timeout: float = 0.0
+    queue_timeout: float = 0.0
+    rids: list[str] | None = None
+
+    async def run(self, context: Context) -> AsyncGenerator[tuple[int, Delta], None]:
+        """(sequence, delta) in the order of arrival. Closing it aborts what still runs.
+
+        Raises RequestError for a sequence that fails or times out, EngineDead, Unavailable.
+        """
+        context.require_ready()
+        with context.jobs:
+            source = self._sequence(context, 0) if len(self.prompts) == 1 else self._merged(context)
+            async with aclosing(source):
+                async for item in source:
+                    yield item
+
+    async def _sequence(self, context: Context, index: int) -> AsyncGenerator[tuple[int, Delta], None]:
+        meter = Meter(context.metrics, self.params[index])
+        source = context.client.generate(
+            self.prompts[index], self.params[index], request_id=self.rids[index] if self.rids else self.rid,
+            priority=self.priority, salt=self.salt, timeout=self.timeout, queue_timeout=self.queue_timeout)
+        async with aclosing(source):  # type: ignore[type-var]
+            async for delta in source:
+                meter.observe(delta)
+                error = from_delta(delta) if delta.finish_reason is not None else None
+                if error is not None:
+                    raise error
+                yield index, delta
+                if delta.finish_reason is not None:
+                    return
+        raise EngineDead("the engine ended a sequence without a reason")
+
+    async def _merged(self, context: Context) -> AsyncGenerator[tuple[int, Delta], None]:
+        queue: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue(maxsize=4 * len(self.prompts))
+
+        async def pump(index: int) -> None:
+            try:
+                async with aclosing(self._sequence(context, index)) as source:
+                    async for item in source:
+                        await queue.put(item)
+            except Exception as error:
+                await queue.put(error)
+
+        tasks = [asyncio.create_task(pump(index)) for index in range(len(self.prompts))]
+        try:
+            live = len(tasks)
+            while live:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                live -= item[1].finish_reason is not None
+                yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Jobs:
+    """Counts the jobs in flight, so that draining knows when the last answer has been written."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __enter__(self) -> None:
+        self.running += 1
+        self._idle.clear()
+
+    def __exit__(self, *exc: object) -> None:
+        self.running -= 1
+        if not self.running:
+            self._idle.set()
+
+    async def wait_idle(self, seconds: float) -> bool:
+        """False when jobs were still running after ``seconds``."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+
+class Meter:
+    """Times one sequence and counts its tokens."""
+
+    __slots__ = ("_arrival", "_first", "_last", "_metrics", "_tokens")
+
+    def __init__(self, metrics: Metrics, params: SamplingParams) -> None:
+        self._metrics = metrics
+        self._arrival = time.monotonic()
+        self._first = self._last = 0.0
+        self._tokens = 0
+        if params.max_tokens is not None:
+            metrics.max_tokens.observe(params.max_tokens)
+
+    def observe(self, delta: Delta) -> None:
+        count = len(delta.token_ids)
+        if count:
+            now = time.monotonic()
+            if self._tokens:
+                self._metrics.itl.observe((now - self._last) / count)
+            else:
+                self._first = now
+                self._metrics.ttft.observe(now - self._arrival)
+            self._last = now
+            self._tokens += count
+            self._metrics.output_tokens.inc(count)
+        if delta.finish_reason is not None:
+            self._finish(delta)
+
+    def _finish(self, delta: Delta) -> None:
+        metrics = self._metrics
+        metrics.e2e.observe(time.monotonic() - self._arrival)
+        metrics.prompt_length.observe(delta.prompt_tokens)
+        metrics.output_length.observe(self._tokens)
+        metrics.prompt_tokens.inc(delta.prompt_tokens)
+        metrics.cached_tokens.inc(delta.cached_tokens)
+        metrics.success.inc(labels=(delta.finish_reason or "",))
+        if self._tokens > 1:
+            metrics.tpot.observe((self._last - self._first) / (self._tokens - 1))

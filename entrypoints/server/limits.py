@@ -1,0 +1,100 @@
+"""Bounds on what a connection may send, as plain ASGI: body bytes, header count and size, the Host header."""
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Iterable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from glowplug.core.errors import RequestError
+from glowplug.entrypoints.server.errors import error_response
+from glowplug.entrypoints.server.metrics import Metrics
+
+MAX_HEADERS = 100
+MAX_HEADER_BYTES = 64 << 10  #: all names and values of one request
+
+_HOST = re.compile(rb"[A-Za-z0-9.:\-\[\]_]{1,255}")
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
+
+Headers = Iterable[tuple[bytes, bytes]]
+
+
+class Gate:
+    """Outermost layer: names the request, refuses malformed headers, counts and times, caps the body."""
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int, metrics: Metrics) -> None:
+        self._app, self._max_body, self._metrics = app, max_body_bytes, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+            return
+        request_id = _request_id(scope["headers"])
+        scope["glowplug.request_id"] = request_id
+        started, status = time.monotonic(), 500
+        id_header = (b"x-request-id", request_id.encode())
+
+        async def tagged(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*_without_id(message.get("headers", ())), id_header]
+            await send(message)
+
+        refusal = _refuse_headers(scope["headers"], self._max_body)
+        try:
+            if refusal is not None:
+                answer = error_response(str(refusal), refusal.status, code=refusal.code)
+                await answer(scope, receive, tagged)
+            else:
+                await self._app(scope, _capped(receive, self._max_body), tagged)
+        finally:
+            route = scope.get("route")
+            self._metrics.http(getattr(route, "path", "unmatched"), scope["method"], status, time.monotonic() - started)
+
+
+def _request_id(headers: Headers) -> str:
+    """The client's own id when it is harmless, else a new one."""
+    for name, value in headers:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            return value.decode("ascii")
+    return uuid.uuid4().hex
+
+
+def _without_id(headers: Headers) -> list[tuple[bytes, bytes]]:
+    return [(name, value) for name, value in headers if name.lower() != b"x-request-id"]
+
+
+def _refuse_headers(headers: list[tuple[bytes, bytes]], max_body: int) -> RequestError | None:
+    if len(headers) > MAX_HEADERS or sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
+        return RequestError("too many or too large headers", code="headers_too_large", status=431)
+    hosts = [value for name, value in headers if name == b"host"]
+    if len(hosts) != 1 or not _HOST.fullmatch(hosts[0]):
+        return RequestError("missing or malformed Host header", code="invalid_host")
+    for name, value in headers:
+        if name == b"content-length" and (not value.isdigit() or int(value) > max_body):
+            return _too_large(max_body)
+    return None
+
+
+def _too_large(max_body: int) -> RequestError:
+    return RequestError(f"the request body is larger than {max_body} bytes", code="body_too_large", status=413)
+
+
+def _capped(receive: Receive, max_body: int) -> Receive:
+    """``receive`` that counts: a chunked body is cut off at the cap, whatever its headers said."""
+    seen = 0
+
+    async def counted() -> Message:
+        nonlocal seen
+        message = await receive()
+        if message["type"] == "http.request":
+            seen += len(message.get("body", b""))
+            if seen > max_body:
+                raise _too_large(max_body)
+        return message
+
+    return counted

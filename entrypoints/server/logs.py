@@ -1,0 +1,65 @@
+"""Log set-up of the server process: one line an event, human or JSON; prompts are never logged."""
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import orjson
+
+from glowplug.core.options import LogOptions
+from glowplug.entrypoints.client import EngineClient
+
+logger = logging.getLogger("glowplug.server")
+
+
+class OneLine(logging.Formatter):
+    """``INFO 11-21 02:00:00 [name] message``. A line break inside a message is escaped: it cannot forge a second line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = time.strftime("%m-%d %H:%M:%S", time.localtime(record.created))
+        text = record.getMessage().encode("unicode_escape").decode("ascii") if _has_control(record) else record.getMessage()
+        line = f"{record.levelname} {when} [{record.name}] {text}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class JsonLine(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        body: dict[str, Any] = {"time": record.created, "level": record.levelname.lower(), "logger": record.name,
+                                "message": record.getMessage()}
+        if record.exc_info:
+            body["traceback"] = self.formatException(record.exc_info)
+        return orjson.dumps(body).decode()
+
+
+def _has_control(record: logging.LogRecord) -> bool:
+    return any(ord(char) < 32 or ord(char) == 127 for char in record.getMessage())
+
+
+def set_up_logging(options: LogOptions) -> None:
+    """Handlers of the ``glowplug`` and ``uvicorn`` loggers; nobody else's are touched."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLine() if options.format == "json" else OneLine())
+    for name, level in (("glowplug", options.level.upper()), ("uvicorn", "WARNING")):
+        target = logging.getLogger(name)
+        target.handlers = [handler]
+        target.setLevel(level)
+        target.propagate = False
+
+
+async def stats_lines(client: EngineClient, options: LogOptions) -> None:
+    """A line every ``stats_interval`` seconds in which something was generated."""
+    if not options.stats_interval:
+        return
+    last = client.stats()
+    while True:
+        await asyncio.sleep(options.stats_interval)
+        now = client.stats()
+        output, prompt = now.output_tokens - last.output_tokens, now.prompt_tokens - last.prompt_tokens
+        if output or prompt:
+            used = now.pages_total - now.pages_free - now.pages_evictable
+            logger.info("prompt %.1f tok/s, output %.1f tok/s, running %d, waiting %d, KV %.1f%%, prefix hits %.1f%%",
+                        prompt / options.stats_interval, output / options.stats_interval, now.running, now.waiting,
+                        100 * used / max(1, now.pages_total), 100 * now.prefix_hits / max(1, now.prefix_queries))
+        last = now

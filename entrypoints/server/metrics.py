@@ -1,0 +1,143 @@
+"""Prometheus metrics under ``glowplug:``, with vLLM's stems; ``metrics.compat`` exports the core series again.
+
+A small registry of our own: three kinds, fixed labels, no client library. Label values never come from a user.
+"""
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from glowplug.core.messages import Stats
+from glowplug.core.options import MetricsOptions
+from glowplug.entrypoints.server.metric_names import (
+    COMPAT,
+    ITL_EDGES,
+    LATENCY_EDGES,
+    LENGTH_EDGES,
+    N_EDGES,
+    STATS_SERIES,
+    TTFT_EDGES,
+)
+
+Labels = tuple[str, ...]
+Sample = tuple[str, str, float]  #: suffix of the name, rendered labels, value
+
+
+def _render(names: Sequence[str], values: Sequence[str]) -> str:
+    pairs = (f'{name}="{_escape(value)}"' for name, value in zip(names, values, strict=True))
+    return ",".join(pairs)
+
+
+def _escape(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+class Counter:
+    kind = "counter"
+
+    def __init__(self, name: str, help: str, labels: Sequence[str] = ()) -> None:
+        self.name, self.help, self.labels = name, help, tuple(labels)
+        self.values: dict[Labels, float] = {} if labels else {(): 0.0}
+
+    def inc(self, amount: float = 1.0, labels: Labels = ()) -> None:
+        self.values[labels] = self.values.get(labels, 0.0) + amount
+
+    def samples(self) -> Iterator[Sample]:
+        for labels, value in self.values.items():
+            yield "", _render(self.labels, labels), value
+
+
+class Histogram:
+    kind = "histogram"
+
+    def __init__(self, name: str, help: str, edges: Sequence[float]) -> None:
+        self.name, self.help, self.edges = name, help, tuple(edges)
+        self.counts = [0] * (len(self.edges) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.edges, value)] += 1
+        self.sum += value
+
+    def samples(self) -> Iterator[Sample]:
+        total = 0
+        for edge, count in zip((*self.edges, None), self.counts, strict=True):
+            total += count
+            yield "_bucket", f'le="{"+Inf" if edge is None else edge}"', total
+        yield "_sum", "", self.sum
+        yield "_count", "", total
+
+
+class EngineSeries:
+    """A gauge or counter that the engine keeps: ``value`` of its latest statistics, read when scraped."""
+
+    def __init__(self, name: str, kind: str, help: str, value: Callable[[Stats], float],
+                 stats: Callable[[], Stats]) -> None:
+        self.name, self.kind, self.help = name, kind, help
+        self._value, self._stats = value, stats
+
+    def samples(self) -> Iterator[Sample]:
+        yield "", "", self._value(self._stats())
+
+
+Metric = Counter | Histogram | EngineSeries
+M = TypeVar("M", Counter, Histogram, EngineSeries)
+
+
+class Metrics:
+    """All of the server's metrics. ``stats`` gives the engine's latest statistics."""
+
+    def __init__(self, model: str, stats: Callable[[], Stats], options: MetricsOptions) -> None:
+        self._model, self._options = model, options
+        self._all: dict[str, Metric] = {}
+        add = self._add
+        self.ttft = add(Histogram("time_to_first_token_seconds", "From arrival to the first token.", TTFT_EDGES))
+        self.itl = add(Histogram("inter_token_latency_seconds", "Between tokens of one sequence.", ITL_EDGES))
+        self.tpot = add(Histogram("request_time_per_output_token_seconds", "Decode time a token.", ITL_EDGES))
+        self.e2e = add(Histogram("e2e_request_latency_seconds", "From arrival to the last token.", LATENCY_EDGES))
+        self.prompt_length = add(Histogram("request_prompt_tokens", "Prompt tokens a request.", LENGTH_EDGES))
+        self.output_length = add(Histogram("request_generation_tokens", "Output tokens a request.", LENGTH_EDGES))
+        self.max_tokens = add(Histogram("request_params_max_tokens", "The max_tokens asked for.", LENGTH_EDGES))
+        self.n = add(Histogram("request_params_n", "The n asked for.", N_EDGES))
+        self.prompt_tokens = add(Counter("prompt_tokens_total", "Prompt tokens of served sequences."))
+        self.cached_tokens = add(Counter("cached_tokens_total", "Prompt tokens found in the prefix cache."))
+        self.output_tokens = add(Counter("generation_tokens_total", "Tokens generated."))
+        self.requests = add(Counter("num_requests_total", "Requests admitted by the server."))
+        self.success = add(Counter("request_success_total", "Sequences by how they ended.", ["finished_reason"]))
+        self.rejected = add(Counter("requests_rejected_total", "Requests answered with an error.", ["status"]))
+        self.disconnected = add(Counter("requests_disconnected_total", "Clients that left before the answer."))
+        self._http = add(Counter("http_requests_total", "HTTP requests.", ["handler", "method", "status"]))
+        self._http_seconds = add(Counter("http_request_seconds_total", "Time in HTTP requests.", ["handler"]))
+        for name, kind, help, value in STATS_SERIES:
+            add(EngineSeries(name, kind, help, value, stats))
+
+    def _add(self, metric: M) -> M:
+        self._all[metric.name] = metric
+        return metric
+
+    @property
+    def enabled(self) -> bool:
+        return self._options.enabled
+
+    def http(self, handler: str, method: str, status: int, seconds: float) -> None:
+        known = method if method in ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH") else "other"
+        self._http.inc(labels=(handler, known, str(status)))
+        self._http_seconds.inc(seconds, (handler,))
+
+    def text(self) -> str:
+        """The Prometheus text format, version 0.0.4."""
+        lines: list[str] = []
+        for name, metric in self._all.items():
+            self._write(lines, f"glowplug:{name}", metric)
+        for prefix in self._options.compat:
+            for theirs, ours in COMPAT[prefix].items():
+                self._write(lines, f"{prefix}:{theirs}", self._all[ours])
+        return "\n".join(lines) + "\n"
+
+    def _write(self, lines: list[str], name: str, metric: Metric) -> None:
+        lines += [f"# HELP {name} {metric.help}", f"# TYPE {name} {metric.kind}"]
+        model = f'model_name="{_escape(self._model)}"'
+        for suffix, labels, value in metric.samples():
+            joined = f"{model},{labels}" if labels else model
+            lines.append(f"{name}{suffix}{{{joined}}} {value:.17g}")

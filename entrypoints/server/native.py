@@ -1,0 +1,102 @@
+"""``POST /generate``: the native route, in SGLang's shape."""
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from glowplug.core.errors import RequestError
+from glowplug.core.request import SamplingParams
+from glowplug.entrypoints.server import prompts, responses
+from glowplug.entrypoints.server.answers import DONE, EventStream, event, json_response, unless_gone
+from glowplug.entrypoints.server.body import body_of, body_schema
+from glowplug.entrypoints.server.context import Context, get_context
+from glowplug.entrypoints.server.jobs import Job
+from glowplug.entrypoints.server.native_text import NativeOutputs
+from glowplug.entrypoints.server.protocol.native import GenerateRequest, NativeSampling
+from glowplug.entrypoints.server.protocol.responses import Generated
+from glowplug.entrypoints.server.requests import make_job, request_id, warnings
+from glowplug.entrypoints.server.sampling import native_params
+
+router = APIRouter(tags=["native"])
+
+
+@router.api_route("/generate", methods=["POST", "PUT"], responses=responses.of(Generated, stream=True),
+                  openapi_extra=body_schema(GenerateRequest), summary="Generate")
+async def generate(request: Request, body: Annotated[GenerateRequest, Depends(body_of(GenerateRequest))],
+                   context: Annotated[Context, Depends(get_context)]) -> Response:
+    sampling = _sampling(body)
+    headers = warnings({name: value for part in (body, *sampling) for name, value in part.extras().items()})
+    given = await prompts.of_native(context, body.text, body.input_ids)
+    params = _params(body, sampling, given)
+    n = sampling[0].n or 1
+    rid = body.rid if isinstance(body.rid, str) else None
+    job = make_job(request, context, request_id(request, rid), given, params, n=n, priority=body.priority or 0,
+                   salt=body.cache_salt or "")
+    names = _names(job, body)
+    job.rids = names if isinstance(body.rid, list) else None
+    outputs = NativeOutputs(context, body, names, job.prompts)
+    single = n == 1 and _is_single(body)
+    if body.stream:
+        source = _stream(context, job, outputs, single)
+        return EventStream(source, context.metrics, context.options.stall_timeout, headers)
+    answers = await unless_gone(request, context.metrics, _whole(context, job, outputs))
+    return json_response(answers[0] if single else answers, headers)
+
+
+def _is_single(body: GenerateRequest) -> bool:
+    """One text or one list of ids asks for one object, a list of them for a list."""
+    if body.text is not None:
+        return isinstance(body.text, str)
+    return bool(body.input_ids) and isinstance(body.input_ids[0], int)  # type: ignore[index]
+
+
+def _sampling(body: GenerateRequest) -> list[NativeSampling]:
+    given = body.sampling_params
+    if given is None:
+        return [NativeSampling()]
+    if isinstance(given, NativeSampling):
+        return [given]
+    if not given or len({one.n or 1 for one in given}) != 1:
+        raise RequestError("a list of sampling_params must not be empty, and all must have the same n",
+                           param="sampling_params")
+    return given
+
+
+def _params(body: GenerateRequest, sampling: list[NativeSampling], given: list[prompts.Prompt]) -> list[SamplingParams]:
+    if len(sampling) == 1:
+        sampling = sampling * len(given)
+    if len(sampling) != len(given):
+        raise RequestError(f"{len(given)} prompts but {len(sampling)} sampling_params", param="sampling_params")
+    top = (body.top_logprobs_num or 0) if body.return_logprob else None
+    start = -1 if body.logprob_start_len is None else body.logprob_start_len
+    return [native_params(one, logprobs=top, prompt_logprobs=top if start >= 0 else None) for one in sampling]
+
+
+def _names(job: Job, body: GenerateRequest) -> list[str]:
+    """The id each answer carries: the request's, numbered when it has several sequences."""
+    count = len(job.prompts)
+    if isinstance(body.rid, list):
+        if len(body.rid) != count:
+            raise RequestError(f"{count} sequences but {len(body.rid)} rids", param="rid")
+        return body.rid
+    return [job.rid] if count == 1 else [f"{job.rid}-{i}" for i in range(count)]
+
+
+async def _whole(context: Context, job: Job, outputs: NativeOutputs) -> list[dict[str, Any]]:
+    async with aclosing(job.run(context)) as source:
+        async for index, delta in source:
+            outputs.add(index, delta)
+    return outputs.latest
+
+
+async def _stream(context: Context, job: Job, outputs: NativeOutputs, single: bool) -> AsyncGenerator[bytes, None]:
+    async with aclosing(job.run(context)) as source:
+        async for index, delta in source:
+            if delta.text or delta.token_ids or delta.finish_reason is not None:
+                answer = outputs.add(index, delta)
+                yield event(answer if single else {**answer, "index": index})
+    yield DONE

@@ -1,0 +1,83 @@
+"""Answers of ``/generate`` in SGLang's shape: a dict a sequence, cumulative when streamed."""
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from glowplug.entrypoints.delta import Delta
+from glowplug.entrypoints.server.context import Context
+from glowplug.entrypoints.server.logprobs import Native, native_logprobs, native_top
+from glowplug.entrypoints.server.protocol.native import GenerateRequest
+
+
+@dataclass
+class Output:
+    """One sequence so far."""
+
+    id: str
+    prompt: list[int]
+    arrival: float = field(default_factory=time.monotonic)
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    scores: Native = field(default_factory=list)
+    top: list[Native] = field(default_factory=list)
+    input_scores: Native | None = None
+    input_top: list[Native] | None = None
+
+
+class NativeOutputs:
+    """``add`` takes a delta in and returns the sequence's answer so far."""
+
+    def __init__(self, context: Context, request: GenerateRequest, ids: list[str], prompts: list[list[int]]) -> None:
+        self._names, self._request = context.names, request
+        self._with_text = bool(request.return_text_in_logprobs)
+        self._top = request.top_logprobs_num or 0
+        self._start = -1 if request.logprob_start_len is None else request.logprob_start_len
+        self._outputs = [Output(id, prompt) for id, prompt in zip(ids, prompts, strict=True)]
+        self.latest: list[dict[str, Any]] = [{} for _ in prompts]
+
+    def add(self, index: int, delta: Delta) -> dict[str, Any]:
+        output = self._outputs[index]
+        output.text += delta.text
+        output.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            output.scores += native_logprobs(self._names, delta.token_ids, delta.logprobs, self._with_text)
+            output.top += native_top(self._names, delta.logprobs, self._top, self._with_text)
+        if delta.prompt_logprobs is not None:
+            self._take_prompt(output, delta)
+        answer = {"text": output.text, "output_ids": output.token_ids, "meta_info": self._meta(output, delta)}
+        self.latest[index] = answer
+        return answer
+
+    def _take_prompt(self, output: Output, delta: Delta) -> None:
+        """Prompt tokens from ``logprob_start_len`` on; the very first has no log-probability."""
+        assert delta.prompt_logprobs is not None
+        first = output.prompt[0]
+        known = native_logprobs(self._names, output.prompt[1:], delta.prompt_logprobs, self._with_text)
+        scores: Native = [(None, first, self._names.text(first) if self._with_text else None), *known]
+        top: list[Native] = [[], *native_top(self._names, delta.prompt_logprobs, self._top, self._with_text)]
+        output.input_scores, output.input_top = scores[self._start:], top[self._start:]
+
+    def _meta(self, output: Output, delta: Delta) -> dict[str, Any]:
+        meta: dict[str, Any] = {
+            "id": output.id, "finish_reason": _finish(delta), "prompt_tokens": delta.prompt_tokens,
+            "completion_tokens": delta.output_tokens, "cached_tokens": delta.cached_tokens,
+            "e2e_latency": time.monotonic() - output.arrival}
+        if self._request.return_logprob:
+            meta["output_token_logprobs"] = output.scores
+            meta["input_token_logprobs"] = output.input_scores or []
+            if self._top:
+                meta["output_top_logprobs"] = output.top
+                meta["input_top_logprobs"] = output.input_top or []
+        return meta
+
+
+def _finish(delta: Delta) -> dict[str, Any] | None:
+    if delta.finish_reason is None:
+        return None
+    if delta.finish_reason == "length":
+        return {"type": "length", "length": delta.output_tokens}
+    if delta.finish_reason == "stop":
+        return {"type": "stop", "matched": delta.stop_reason}
+    return {"type": "abort", "message": "aborted"}

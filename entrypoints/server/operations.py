@@ -1,0 +1,149 @@
+"""Health, information, metrics and the operator's commands."""
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Depends
+from starlette.responses import Response
+
+from glowplug import __version__
+from glowplug.core.errors import RequestError
+from glowplug.core.request import SamplingParams
+from glowplug.entrypoints.server import responses
+from glowplug.entrypoints.server.answers import json_response
+from glowplug.entrypoints.server.body import body_of, body_schema
+from glowplug.entrypoints.server.context import Context, get_context
+from glowplug.entrypoints.server.errors import Unavailable
+from glowplug.entrypoints.server.jobs import Job
+from glowplug.entrypoints.server.protocol.native import AbortRequest, ProfileRequest
+from glowplug.entrypoints.server.protocol.responses import Done, Status
+
+router = APIRouter(tags=["operations"])
+Server = Annotated[Context, Depends(get_context)]
+
+PROBE_SECONDS = 20.0  #: most time the one-token probe may take
+FLUSH_SECONDS = 10.0
+
+
+@router.get("/health", responses=responses.of(Status))
+async def health(context: Server) -> Response:
+    """Liveness: 200 while the engine is heard from, and while it loads; 503 when it is dead or silent."""
+    if not context.client.healthy():
+        raise Unavailable("the engine has stopped or does not answer", "engine_dead")
+    return json_response({"status": "draining" if context.draining else context.client.state})
+
+
+@router.get("/ready", responses=responses.of(Status))
+async def ready(context: Server) -> Response:
+    """Can it take work? 503 while it loads, drains, or is not healthy."""
+    context.require_ready()
+    if not context.client.healthy():
+        raise Unavailable("the engine does not answer", "engine_dead")
+    return json_response({"status": "ready"})
+
+
+@router.get("/health_generate", responses=responses.of(Status))
+async def health_generate(context: Server) -> Response:
+    """Generates one token. A busy engine that is heard from proves itself already, so then nothing is added."""
+    context.require_ready()
+    if not (context.client.healthy() and context.client.stats().running):
+        try:
+            async with asyncio.timeout(PROBE_SECONDS):
+                await _probe(context)
+        except TimeoutError:
+            raise Unavailable(f"no token within {PROBE_SECONDS:.0f} s", "engine_silent") from None
+    return json_response({"status": "ready"})
+
+
+async def _probe(context: Context) -> None:
+    job = Job("health", [[0]], [SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)], priority=-(1 << 20))
+    async with aclosing(job.run(context)) as source:
+        async for _ in source:
+            pass
+
+
+@router.get("/metrics", responses={200: {"content": {"text/plain": {}}, "description": "Prometheus text format."}})
+async def metrics(context: Server) -> Response:
+    if not context.metrics.enabled:
+        raise RequestError("metrics are switched off (metrics.enabled)", status=404, code="metrics_off")
+    return Response(context.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.get("/version", responses=responses.of(Status))
+async def version() -> Response:
+    return json_response({"version": __version__, "status": "ok"})
+
+
+@router.get("/get_model_info", responses=responses.of(Status))
+@router.get("/model_info", responses=responses.of(Status))
+async def model_info(context: Server) -> Response:
+    """The model and its limits."""
+    facts = context.plan.facts.model
+    return json_response({
+        "model_path": context.model_name, "tokenizer_path": context.model_name, "is_generation": True,
+        "served_model_name": context.model_name, "architecture": facts.architecture, "vocab_size": facts.vocab_size,
+        "context_length": context.plan.sizes.context_length, "dtype": context.plan.dtype,
+        "quantization": facts.quant_method, "status": context.client.state})
+
+
+@router.get("/get_server_info", responses=responses.of(Status))
+@router.get("/server_info", responses=responses.of(Status))
+async def server_info(context: Server) -> Response:
+    """The plan as it was decided, and the engine's latest statistics."""
+    plan = context.plan
+    return json_response(msgspec.to_builtins({
+        "version": __version__, "status": context.client.state, "model": context.model_name, "dtype": plan.dtype,
+        "kv_dtype": plan.kv_dtype, "device": plan.device, "overlap": plan.overlap, "sizes": plan.sizes,
+        "mesh": plan.mesh, "choices": {choice.slot: choice.name for choice in plan.choices},
+        "decisions": [{"field": d.field, "value": _shown(d.field, d.value), "by": d.by, "why": d.why}
+                      for d in plan.decisions],
+        "budget": plan.budget, "plugins": plan.plugins, "fingerprint": plan.fingerprint,
+        "max_total_num_tokens": plan.sizes.num_pages * plan.sizes.page_size,
+        "stats": msgspec.structs.asdict(context.client.stats())}))
+
+
+def _shown(field: str, value: Any) -> Any:
+    """Keys are never shown; neither are folders of the machine."""
+    if value is None or isinstance(value, int | float | bool):
+        return value
+    text = str(value)
+    return "[hidden]" if "key" in field or text.startswith(("/", "~")) else text
+
+
+@router.api_route("/flush_cache", methods=["GET", "POST"], responses=responses.of(Done))
+async def flush_cache(context: Server) -> Response:
+    """Drop the prefix cache. 400 while sequences run."""
+    async with asyncio.timeout(FLUSH_SECONDS):
+        await context.client.control("flush")
+    return json_response({"success": True, "message": "the prefix cache is empty"})
+
+
+@router.post("/abort_request", responses=responses.of(Done), openapi_extra=body_schema(AbortRequest))
+async def abort_request(body: Annotated[AbortRequest, Depends(body_of(AbortRequest))], context: Server) -> Response:
+    """End a request by its id, or all. Unknown and finished ids are no error."""
+    if body.abort_all:
+        await context.client.abort_all()
+    elif body.rid is not None:
+        await context.client.abort(body.rid)
+    else:
+        raise RequestError("give rid or abort_all", param="rid")
+    return json_response({"success": True, "message": "aborted"})
+
+
+@router.api_route("/start_profile", methods=["GET", "POST"], responses=responses.of(Done),
+                  openapi_extra=body_schema(ProfileRequest, required=False))
+async def start_profile(body: Annotated[ProfileRequest, Depends(body_of(ProfileRequest, optional=True))],
+                        context: Server) -> Response:
+    """Record a trace under a label (never a path) in the configured folder."""
+    extra = {} if body.num_steps is None else {"num_steps": body.num_steps}
+    await context.client.control("profile_start", label=body.label, **extra)
+    return json_response({"success": True, "message": f"profiling {body.label}"})
+
+
+@router.api_route("/stop_profile", methods=["GET", "POST"], responses=responses.of(Done))
+async def stop_profile(context: Server) -> Response:
+    await context.client.control("profile_stop")
+    return json_response({"success": True, "message": "the trace is written"})

@@ -1,0 +1,162 @@
+"""From what a request brings (messages, text, token ids) to checked token ids."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from glowplug.core.errors import RequestError
+from glowplug.core.tokenizer import TEMPLATE_ARGUMENTS
+from glowplug.entrypoints.server.context import Context
+from glowplug.entrypoints.server.protocol.chat import ChatRequest, Message
+from glowplug.entrypoints.server.protocol.completions import MAX_PROMPTS
+
+TAIL = 64  #: characters of the rendered prompt that output parsers see
+
+
+@dataclass
+class Prompt:
+    """``text`` is what was given or rendered, None when only ids came."""
+
+    ids: list[int]
+    text: str | None = None
+
+
+async def of_completion(context: Context, prompt: Any, add_special_tokens: bool) -> list[Prompt]:
+    """The four shapes of ``prompt``: a text, texts, ids, lists of ids."""
+    if prompt is None or prompt == []:
+        raise RequestError("prompt is missing or empty", param="prompt")
+    if isinstance(prompt, str):
+        prompt = [prompt]
+    elif isinstance(prompt[0], int):
+        prompt = [prompt]
+    if len(prompt) > MAX_PROMPTS:
+        raise RequestError(f"at most {MAX_PROMPTS} prompts in one request, got {len(prompt)}", param="prompt")
+    if isinstance(prompt[0], str):
+        return await _of_texts(context, prompt, add_special_tokens)
+    return [_of_ids(ids) for ids in prompt]
+
+
+async def _of_texts(context: Context, texts: list[str], add_special_tokens: bool) -> list[Prompt]:
+    rows = await context.texts.encode(texts, add_special_tokens)
+    prompts = [Prompt(ids, text) for ids, text in zip(rows, texts, strict=True)]
+    for prompt in prompts:
+        if not prompt.ids:
+            raise RequestError("the prompt is empty", param="prompt")
+    return prompts
+
+
+def _of_ids(ids: list[int]) -> Prompt:
+    if not ids:
+        raise RequestError("the prompt is empty", param="prompt")
+    return Prompt(ids)
+
+
+async def of_native(context: Context, text: str | list[str] | None, ids: list[int] | list[list[int]] | None) -> list[Prompt]:
+    """One of ``text`` and ``input_ids``, single or a list."""
+    if (text is None) == (ids is None):
+        raise RequestError("give either text or input_ids", param="text")
+    return await of_completion(context, text if text is not None else ids, True)
+
+
+async def of_chat(context: Context, request: ChatRequest) -> Prompt:
+    """The rendered conversation, or ``input_ids`` as given."""
+    if request.input_ids is not None:
+        return _of_ids(request.input_ids)
+    if request.messages is None:
+        raise RequestError("messages is required", param="messages")
+    if request.continue_final_message and request.add_generation_prompt:
+        raise RequestError("continue_final_message and add_generation_prompt exclude each other",
+                           param="continue_final_message")
+    if request.continue_final_message and request.messages[-1].role != "assistant":
+        raise RequestError("continue_final_message needs a last message of role assistant",
+                           param="continue_final_message")
+    generation = request.add_generation_prompt is not False and not request.continue_final_message
+    return await render(context, request.messages, template_arguments(request), add_generation_prompt=generation,
+                        continue_final_message=request.continue_final_message)
+
+
+async def render(context: Context, messages: Sequence[Message], arguments: Mapping[str, Any], *,
+                 add_generation_prompt: bool = True, continue_final_message: bool = False,
+                 add_special_tokens: bool = False) -> Prompt:
+    """Chat template, then token ids; both in the thread pool. RequestError for what is not text or cannot be rendered."""
+    plain = [_plain(message, i) for i, message in enumerate(messages)]
+    context.texts.check_bytes([str(part) for message in plain for part in message.values()])
+    tokenizer = context.texts.tokenizer
+
+    def work() -> Prompt:
+        text = tokenizer.apply_chat_template(plain, add_generation_prompt=add_generation_prompt,
+                                             continue_final_message=continue_final_message, **arguments)
+        return Prompt(tokenizer.encode(text, add_special_tokens=add_special_tokens), text)
+
+    prompt = await context.texts.run(work)
+    if not prompt.ids:
+        raise RequestError("the rendered prompt is empty", param="messages")
+    return prompt
+
+
+def _plain(message: Message, index: int) -> dict[str, Any]:
+    """A message as templates want it: text content, known keys only, "developer" spelled "system"."""
+    where = f"messages.{index}.content"
+    plain: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role,
+                             "content": _text(message, where)}
+    reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
+    if reasoning is not None:
+        plain["reasoning_content"] = reasoning
+    for name in ("name", "tool_calls", "tool_call_id"):
+        value = getattr(message, name)
+        if value is not None:
+            plain[name] = value
+    return plain
+
+
+def _text(message: Message, where: str) -> str | None:
+    content = message.content
+    if content is None:
+        if message.role == "assistant" and (message.tool_calls or message.reasoning_content or message.reasoning):
+            return None if message.tool_calls else ""
+        raise RequestError(f"a message of role {message.role} needs content", param=where)
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if part.type != "text":
+            raise RequestError(f"content of type {part.type[:64]!r} is refused: this model takes text only", param=where)
+        if part.text is None:
+            raise RequestError("a content part of type text needs text", param=where)
+    return "".join(part.text or "" for part in content)
+
+
+def template_arguments(request: ChatRequest) -> dict[str, Any]:
+    """Keywords for the chat template: the allow-list, and ``reasoning_effort`` under the names templates know."""
+    arguments = dict(request.chat_template_kwargs or {})
+    for name, value in arguments.items():
+        if name not in TEMPLATE_ARGUMENTS:
+            raise RequestError(f"chat_template_kwargs: {name[:64]!r} is not allowed; allowed: "
+                               + ", ".join(sorted(TEMPLATE_ARGUMENTS)), param="chat_template_kwargs")
+        if not isinstance(value, bool) and not (isinstance(value, str) and len(value) <= 64):
+            raise RequestError(f"chat_template_kwargs: {name} must be a boolean or a short string",
+                               param="chat_template_kwargs")
+    if request.reasoning_effort is not None:
+        arguments.setdefault("reasoning_effort", request.reasoning_effort)
+        arguments.setdefault("thinking", request.reasoning_effort != "none")
+    given = [arguments[name] for name in ("thinking", "enable_thinking") if name in arguments]
+    if given:
+        arguments["thinking"] = arguments["enable_thinking"] = bool(given[0])
+    return arguments
+
+
+def wanted_thinking(request: ChatRequest) -> bool | None:
+    """Whether the request asks for reasoning; None when it does not say."""
+    value = template_arguments(request).get("thinking")
+    return None if value is None else bool(value)
+
+
+def room(context: Context, prompt: Prompt) -> int:
+    """Tokens that the context leaves after ``prompt``. RequestError when it leaves none."""
+    length = context.plan.sizes.context_length
+    left = length - len(prompt.ids)
+    if left < 1:
+        raise RequestError(
+            f"this model's maximum context length is {length} tokens, but the prompt has {len(prompt.ids)}; "
+            "shorten the prompt", code="context_length_exceeded", param="prompt")
+    return left

@@ -1,0 +1,191 @@
+"""``glowplug serve``: bind, load, serve, drain.
+
+The port is bound before anything is loaded, so a taken port costs nothing; it answers /health from then on, while
+/ready and all work say 503 until every rank is ready.
+"""
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import uvicorn
+
+from glowplug.core.errors import GlowplugError
+from glowplug.core.options import LogOptions, ServerOptions
+from glowplug.core.plan import EnginePlan
+from glowplug.core.plugins import PluginSet
+from glowplug.core.protocols import Executor, OutputParserFactory, Worker
+from glowplug.core.tokenizer import Tokenizer
+from glowplug.entrypoints.client import EngineClient
+from glowplug.entrypoints.launch import eos_ids, open_tokenizer, start_executor
+from glowplug.entrypoints.server.app import create_app
+from glowplug.entrypoints.server.context import Context
+from glowplug.entrypoints.server.http_protocol import GuardedProtocol
+from glowplug.entrypoints.server.logs import set_up_logging, stats_lines
+
+logger = logging.getLogger("glowplug.server")
+
+LAST_WORDS = 2.0  #: seconds for answers on their way out once the engine has stopped
+KEEP_ALIVE = 75  #: seconds an idle connection is kept
+SECOND_SIGNAL_EXIT = 130
+
+
+def main(plan: EnginePlan, plugins: PluginSet) -> int:
+    """Serve until a signal. Exit code 0 after a drain, 1 when the port is taken, loading fails or the engine dies."""
+    options = ServerOptions.model_validate(plan.config.get("server", {}))
+    log = LogOptions.model_validate(plan.config.get("log", {}))
+    set_up_logging(log)
+    try:
+        listener = bind(options.host, options.port)
+    except OSError as error:
+        print(f"glowplug: cannot listen on {options.host}:{options.port}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    with listener:
+        tokenizer = open_tokenizer(plan, plugins)
+        parsers: list[OutputParserFactory] = [plugins.build(choice, plan, Worker()) for choice in plan.choices_in("outputs")]
+
+        async def serve() -> int:
+            client = EngineClient(plan, tokenizer, eos_ids(plan, tokenizer))
+            return await run(plan, client, tokenizer, parsers, listener=listener, plugins=plugins, log=log,
+                             make=lambda: start_executor(plan, plugins))
+
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(serve())
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. OSError when the port is taken or the address is not ours."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        # NOTE: two sockets may bind one port with SO_REUSEADDR as long as neither listens, so listen now.
+        listener.listen(2048)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+async def run(plan: EnginePlan, client: EngineClient, tokenizer: Tokenizer | None,
+              parsers: Sequence[OutputParserFactory] = (), *, listener: socket.socket,
+              make: Callable[[], Executor] | None = None, plugins: Any = None, log: LogOptions | None = None) -> int:
+    """Serve on ``listener`` until a signal or the engine's death; returns the exit code.
+
+    ``make`` starts the executor (None: the client is started already).
+    """
+    app = create_app(plan, client, tokenizer, parsers, plugins)
+    server = Server(app, app.state.context, listener)
+    stats = asyncio.create_task(stats_lines(client, log or LogOptions()))
+    try:
+        return await server.run(make)
+    finally:
+        stats.cancel()
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its signal handlers: ours drain first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Server:
+    """One run of the HTTP server around one engine: start, signals, death of the engine, drain."""
+
+    def __init__(self, app: Any, context: Context, listener: socket.socket) -> None:
+        self._context, self._client, self._listener = context, context.client, listener
+        self._http = _Uvicorn(uvicorn.Config(
+            app, http=GuardedProtocol, ws="none", lifespan="off", log_config=None, access_log=False,
+            server_header=False, timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=int(LAST_WORDS)))
+        self._signalled = asyncio.Event()
+
+    async def run(self, make: Callable[[], Executor] | None) -> int:
+        with self._signals():
+            http = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+            try:
+                return await self._supervise(http, make)
+            finally:
+                self._http.should_exit = True
+                await http
+                await self._client.close()
+                self._context.texts.close()
+
+    async def _supervise(self, http: asyncio.Task[None], make: Callable[[], Executor] | None) -> int:
+        """Returns the exit code once it is time to stop."""
+        host, port = self._listener.getsockname()[:2]
+        logger.info("listening on http://%s:%d (not ready yet)", host, port)
+        starting = asyncio.create_task(self._start(make))
+        waits = {http, asyncio.create_task(self._signalled.wait()), asyncio.create_task(self._client.wait_dead())}
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waits - {http}:
+                task.cancel()
+        if self._signalled.is_set():
+            return await self._drain()
+        await asyncio.gather(starting, return_exceptions=True)
+        logger.error("the engine has stopped: %s", self._client.reason)
+        await self._context.jobs.wait_idle(LAST_WORDS)
+        return 1
+
+    async def _start(self, make: Callable[[], Executor] | None) -> None:
+        """NOTE: a failure is not lost: the client turns dead with the reason, which ends ``_supervise``."""
+        if make is not None:
+            try:
+                await self._client.start(make)
+            except GlowplugError:
+                return
+            except Exception:
+                logger.exception("starting the engine failed")
+                return
+        logger.info("ready: %s", self._context.model_name)
+
+    async def _drain(self) -> int:
+        """Running work finishes, up to the limit; what is left then ends with finish reason "abort"."""
+        limit = self._context.options.drain_timeout
+        logger.info("draining %d requests, at most %.0f s; a second signal exits at once", self._context.jobs.running, limit)
+        if self._client.state != "starting" and not await self._client.drain(limit):
+            await self._client.abort_all()
+        await self._context.jobs.wait_idle(LAST_WORDS)
+        return 0
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def stop(self) -> None:
+        """First call: drain. Second: exit now; ranks end by themselves when their pipe closes."""
+        if self._signalled.is_set():
+            logger.warning("second signal: exiting at once")
+            os._exit(SECOND_SIGNAL_EXIT)
+        self._context.draining = True
+        self._signalled.set()
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop

@@ -1,0 +1,74 @@
+"""``/tokenize`` and ``/detokenize``, and the model list."""
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends
+from starlette.responses import Response
+
+from glowplug.core.errors import RequestError
+from glowplug.entrypoints.server import prompts, responses
+from glowplug.entrypoints.server.answers import json_response
+from glowplug.entrypoints.server.body import body_of, body_schema
+from glowplug.entrypoints.server.context import Context, get_context
+from glowplug.entrypoints.server.protocol.native import DetokenizeRequest, TokenizeRequest
+from glowplug.entrypoints.server.protocol.responses import Detokenized, ModelCard, ModelList, Tokenized
+
+router = APIRouter()
+Server = Annotated[Context, Depends(get_context)]
+
+
+@router.post("/tokenize", responses=responses.of(Tokenized), openapi_extra=body_schema(TokenizeRequest), tags=["text"])
+@router.post("/v1/tokenize", responses=responses.of(Tokenized), openapi_extra=body_schema(TokenizeRequest), tags=["text"])
+async def tokenize(body: Annotated[TokenizeRequest, Depends(body_of(TokenizeRequest))], context: Server) -> Response:
+    """Token ids of a prompt or of a rendered conversation."""
+    context.check_model(body.model)
+    ids = await _tokens(context, body)
+    answer: dict[str, Any] = {"count": len(ids), "max_model_len": context.plan.sizes.context_length, "tokens": ids}
+    if body.return_token_strs:
+        answer["token_strs"] = [context.names.text(token) for token in ids]
+    return json_response(answer)
+
+
+async def _tokens(context: Context, body: TokenizeRequest) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("give either prompt or messages", param="prompt")
+    if body.messages is not None:
+        rendered = await prompts.render(context, body.messages, {}, add_generation_prompt=body.add_generation_prompt,
+                                        add_special_tokens=bool(body.add_special_tokens))
+        return rendered.ids
+    special = body.add_special_tokens is not False
+    return (await context.texts.encode([body.prompt or ""], special))[0]
+
+
+@router.post("/detokenize", responses=responses.of(Detokenized), openapi_extra=body_schema(DetokenizeRequest),
+             tags=["text"])
+@router.post("/v1/detokenize", responses=responses.of(Detokenized), openapi_extra=body_schema(DetokenizeRequest),
+             tags=["text"])
+async def detokenize(body: Annotated[DetokenizeRequest, Depends(body_of(DetokenizeRequest))], context: Server) -> Response:
+    """The text of token ids."""
+    context.check_model(body.model)
+    vocab = context.plan.facts.model.vocab_size
+    if body.tokens and max(body.tokens) >= vocab:
+        raise RequestError(f"token id {max(body.tokens)} is outside the model's vocabulary of {vocab}", param="tokens",
+                           code="invalid_token_id")
+    text = await context.texts.decode(body.tokens, skip_special_tokens=body.skip_special_tokens) if body.tokens else ""
+    return json_response({"prompt": text, "text": text})
+
+
+@router.get("/v1/models", responses=responses.of(ModelList), tags=["OpenAI"])
+async def models(context: Server) -> Response:
+    """The one model that is served."""
+    return json_response({"object": "list", "data": [_card(context)]})
+
+
+@router.get("/v1/models/{model:path}", responses=responses.of(ModelCard), tags=["OpenAI"])
+async def model(model: str, context: Server) -> Response:
+    context.check_model(model)
+    return json_response(_card(context))
+
+
+def _card(context: Context) -> dict[str, Any]:
+    name = context.model_name
+    return {"id": name, "object": "model", "created": context.started, "owned_by": "glowplug", "root": name,
+            "parent": None, "max_model_len": context.plan.sizes.context_length}

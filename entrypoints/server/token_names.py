@@ -1,0 +1,34 @@
+"""How single tokens are written in log-probabilities: as text when they are text, else by their bytes."""
+from __future__ import annotations
+
+from glowplug.core.tokenizer import Tokenizer
+
+
+class TokenNames:
+    """Bytes and names of token ids, remembered. Without a tokenizer a token's name is ``token_id:N``."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._bytes: dict[int, bytes] = {}
+
+    def bytes_of(self, token: int) -> bytes:
+        """The token's own bytes; b"" without a tokenizer."""
+        known = self._bytes.get(token)
+        if known is None:
+            known = self._tokenizer.token_bytes(token) if self._tokenizer is not None else b""
+            self._bytes[token] = known
+        return known
+
+    def name(self, token: int, as_id: bool = False) -> str:
+        """Text of the token; ``bytes:\\xe2\\x82`` when it is a part of a character; ``token_id:N`` if ``as_id``."""
+        if as_id or self._tokenizer is None:
+            return f"token_id:{token}"
+        raw = self.bytes_of(token)
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def text(self, token: int) -> str:
+        """Text of the token alone, replacement characters included."""
+        return self.bytes_of(token).decode("utf-8", "replace")

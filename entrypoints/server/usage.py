@@ -1,0 +1,31 @@
+"""Token counts of one request, as OpenAI's ``usage``."""
+from __future__ import annotations
+
+from typing import Any
+
+from glowplug.entrypoints.delta import Delta
+
+
+class UsageCount:
+    """``per_prompt``: consecutive sequences that share a prompt; its tokens count once."""
+
+    def __init__(self, per_prompt: int) -> None:
+        self._per_prompt = per_prompt
+        self._prompt: dict[int, int] = {}
+        self._cached: dict[int, int] = {}
+        self._output: dict[int, int] = {}
+        self._reasoning: dict[int, int] = {}
+
+    def see(self, sequence: int, delta: Delta, reasoning_tokens: int = 0, output_tokens: int | None = None) -> None:
+        prompt = sequence // self._per_prompt
+        self._prompt[prompt] = delta.prompt_tokens
+        self._cached[prompt] = max(self._cached.get(prompt, 0), delta.cached_tokens)
+        self._output[sequence] = delta.output_tokens if output_tokens is None else output_tokens
+        self._reasoning[sequence] = reasoning_tokens
+
+    def body(self) -> dict[str, Any]:
+        prompt, output = sum(self._prompt.values()), sum(self._output.values())
+        return {
+            "prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+            "completion_tokens_details": {"reasoning_tokens": sum(self._reasoning.values())}}

@@ -1,0 +1,93 @@
+"""A real HTTP server on a free port, in a thread, over the fake engine."""
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+
+from glowplug.core.protocols import OutputParserFactory
+from glowplug.entrypoints.client import EngineClient
+from glowplug.entrypoints.server import create_app
+from glowplug.entrypoints.server.serve import Server, bind
+from tests.e2e.fake_engine import FakeExecutor, make_plan, make_tokenizer
+
+
+class Served:
+    """``url`` answers while the ``with`` lasts. ``exit_code`` is there once the server has ended."""
+
+    def __init__(self, executor: FakeExecutor, parsers: Sequence[OutputParserFactory], plan: Any, tokenizer: Any) -> None:
+        self.executor, self.exit_code = executor, -1
+        self._parsers, self._plan, self._tokenizer = parsers, plan, tokenizer
+        self._listener = bind("127.0.0.1", 0)
+        self.host, self.port = self._listener.getsockname()[:2]
+        self.url = f"http://{self.host}:{self.port}"
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+        self._thread.start()
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        client = EngineClient(self._plan, self._tokenizer, self._tokenizer.eos_ids if self._tokenizer else ())
+        app = create_app(self._plan, client, self._tokenizer, self._parsers)
+        self.context = app.state.context
+        self.server = Server(app, self.context, self._listener)
+        self.exit_code = await self.server.run(self._make)
+
+    def _make(self) -> Any:
+        self.executor.start(self._plan)
+        return self.executor
+
+    def wait_ready(self, seconds: float = 10.0) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if httpx.get(self.url + "/ready").status_code == 200:
+                return
+            time.sleep(0.02)
+        raise AssertionError("the server did not become ready")
+
+    def stop(self) -> None:
+        """As the first SIGTERM does."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self.server.stop)
+
+    def join(self, seconds: float = 10.0) -> int:
+        self._thread.join(seconds)
+        assert not self._thread.is_alive(), "the server did not end"
+        return self.exit_code
+
+    def wait_idle(self, seconds: float = 1.0) -> None:
+        """The engine runs and holds nothing, as its gauges say."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            text = httpx.get(self.url + "/metrics").text
+            if gauge(text, "num_requests_running") == gauge(text, "num_requests_waiting") == gauge(text, "kv_used_tokens") == 0:
+                return
+            time.sleep(0.02)
+        raise AssertionError("sequences were still held")
+
+
+def gauge(text: str, name: str, prefix: str = "glowplug") -> float:
+    """The value of an unlabelled series in Prometheus text."""
+    for line in text.splitlines():
+        if line.startswith(f"{prefix}:{name}{{"):
+            return float(line.rpartition(" ")[2])
+    raise AssertionError(f"no series {prefix}:{name}")
+
+
+@contextmanager
+def served(executor: FakeExecutor | None = None, *, parsers: Sequence[OutputParserFactory] = (), context: int = 4096,
+           tokenizer: bool = True, ready: bool = True, **config: Any) -> Iterator[Served]:
+    one = Served(executor or FakeExecutor(), parsers, make_plan(context=context, **config),
+                 make_tokenizer() if tokenizer else None)
+    try:
+        if ready:
+            one.wait_ready()
+        yield one
+    finally:
+        one.context.options = one.context.options.model_copy(update={"drain_timeout": 0.0})
+        one.stop()
+        one.join()
