@@ -11,17 +11,21 @@ from tokenizers import Tokenizer as RawTokenizer
 from glowplug_gguf.header import GgufHeader
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  #: token types
+SHORT = {"unknown": "unk", "padding": "pad"}
 LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
                 r"|\s*[\r\n]+|\s+(?!\S)|\s+")
 
 
 def tokenizer_from(header: GgufHeader) -> Tokenizer:
     """The engine's tokenizer over :func:`bpe_tokenizer`, with the file's chat template and end token."""
-    raw = bpe_tokenizer(header)
-    eos, bos = header.metadata.get("tokenizer.ggml.eos_token_id"), header.metadata.get("tokenizer.ggml.bos_token_id")
-    return Tokenizer(raw, chat_template=str(header.metadata.get("tokenizer.chat_template", "")),
-                     eos_ids=() if eos is None else (int(eos),), bos_id=None if bos is None else int(bos),
-                     add_bos=bool(header.metadata.get("tokenizer.ggml.add_bos_token", False)))
+    get, tokens = header.metadata.get, header.metadata.get("tokenizer.ggml.tokens")
+    special = {}
+    for name in ("bos", "eos", "unknown", "padding"):
+        index = get(f"tokenizer.ggml.{name}_token_id")
+        if isinstance(tokens, list) and isinstance(index, int) and 0 <= index < len(tokens):
+            special[f"{SHORT.get(name, name)}_token"] = str(tokens[index])
+    return Tokenizer(bpe_tokenizer(header), chat_template=str(get("tokenizer.chat_template", "")) or None,
+                     special_tokens=special, add_bos=bool(get("tokenizer.ggml.add_bos_token", False)))
 
 
 def bpe_tokenizer(header: GgufHeader) -> RawTokenizer:
