@@ -14,6 +14,7 @@ import pytest
 
 from glowplug.core import hookspecs
 from tests.source_tree import ROOT
+from tests.tiny import write_config
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", ROOT / "CHANGELOG.md",
          *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "models").rglob("*.md"))]
@@ -119,3 +120,43 @@ def test_links_lead_somewhere() -> None:
             if "://" not in target and not target.startswith("mailto:") and not (page.parent / target).exists():
                 broken.append(f"{page.relative_to(ROOT)}: {target}")
     assert broken == []
+
+
+def excerpts() -> list[tuple[str, str, str]]:
+    """(page, file, text) of blocks whose first line names a file of the repository: ``# path/to/file``."""
+    found = []
+    for language in ("python", "toml"):
+        for page, text in blocks(language):
+            first, _, rest = text.partition("\n")
+            if first.startswith("# ") and "/" in first and (ROOT / first[2:].strip()).exists():
+                found.append((page, first[2:].strip(), rest))
+    return found
+
+
+def test_excerpts_are_of_the_files_they_name() -> None:
+    assert len(excerpts()) >= 4
+    for page, file, text in excerpts():
+        assert text.strip("\n") in (ROOT / file).read_text(), f"{page}: the excerpt of {file} is out of date"
+
+
+def test_the_guides_plugin_runs(tmp_path: Path) -> None:
+    """The two files of the plugin guide, taken from the page, loaded as a third party's and served with."""
+    guide = (ROOT / "docs" / "writing-a-plugin.md").read_text()
+    for name in ("shortest_first", "shortest_first_runtime"):
+        body = re.search(rf"^```python\n# {name}\.py\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL)
+        assert body is not None
+        (tmp_path / f"{name}.py").write_text(body.group(1))
+    write_config(tmp_path / "model", "v3")
+    code = ("from glowplug import LLM, SamplingParams\n"
+            f"with LLM(model={str(tmp_path / 'model')!r}, plugins=['shortest_first'], weights={{'use': 'random'}},\n"
+            "         policy={'use': 'shortest_first', 'patience': 2.0}, skip_tokenizer=True,\n"
+            "         scheduler={'max_running_requests': 1}, memory={'kv_tokens': 1024}) as llm:\n"
+            "    params = SamplingParams(max_tokens=2, ignore_eos=True)\n"
+            "    streams = {llm.submit([5] * length, params): length for length in (30, 20, 10)}\n"
+            "    order = []\n"
+            "    while len(order) < 3:\n"
+            "        order += [streams[s] for s, delta in llm.poll() if s.done]\n"
+            "    print(llm.plan.choice('policy').name, order)\n")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False,
+                          env={"PYTHONPATH": f"{ROOT / 'src'}:{tmp_path}", "PATH": "/usr/bin:/bin"})
+    assert done.stdout.split("\n")[0] == "shortest_first [10, 20, 30]", done.stdout + done.stderr
