@@ -1,0 +1,188 @@
+"""Chat templates: Jinja from a model folder, rendered as the untrusted code that it is.
+
+The sandbox has no loader, refuses unsafe attributes and changes to its inputs (CVE-2026-5760, CVE-2024-34359: templates
+that reached Python's object graph), and stops at a deadline and at a size. Whatever goes wrong is a RequestError.
+"""
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from threading import local
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+from glowplug.core.errors import RequestError
+
+RENDER_SECONDS = 5.0
+RENDER_CHARACTERS = 16 << 20
+LARGEST_ARGUMENT = 1 << 20  #: integers that functions may take; larger ones only serve to exhaust memory
+
+
+class RaisedByTemplate(TemplateError):
+    """The template itself refused the conversation (``raise_exception``)."""
+
+
+class TooMuch(TemplateError):
+    """The template ran too long or made too much."""
+
+
+class Generation(Extension):
+    """``{% generation %}`` marks the assistant's tokens for training; here it is just its contents."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class Guard(NodeTransformer):
+    """Rewrites a template's tree so that loops look at the clock and concatenations at their size."""
+
+    def visit_For(self, node: nodes.For) -> nodes.For:
+        self.generic_visit(node)
+        node.body.insert(0, nodes.ExprStmt(_call("tick", [], node.lineno), lineno=node.lineno))
+        if node.test is not None:
+            node.test = nodes.Or(_call("tick", [], node.lineno), node.test, lineno=node.lineno)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Call:
+        self.generic_visit(node)
+        return _call("concatenate", node.nodes, node.lineno)
+
+
+def _call(method: str, arguments: list[nodes.Expr], line: int) -> nodes.Call:
+    """A call of the sandbox's method."""
+    return nodes.Call(nodes.EnvironmentAttribute(method, lineno=line), arguments, [], None, None, lineno=line)
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox with a deadline: every turn of a loop and every call looks at the clock."""
+
+    intercepted_binops = frozenset({"+", "*", "**"})
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation], cache_size=0)
+        self.filters["tojson"] = to_json
+        self.globals = {**self.globals, "raise_exception": raise_exception, "strftime_now": strftime_now}
+        self.globals.pop("lipsum", None)
+        self._rendering = local()
+
+    def start(self, deadline: float) -> None:
+        """Rendering begins in this thread; ``deadline`` on ``time.monotonic``'s clock."""
+        self._rendering.deadline = deadline
+
+    def tick(self) -> str:
+        """Looks at the clock. TooMuch after the deadline."""
+        if time.monotonic() > self._rendering.deadline:
+            raise TooMuch(f"rendering took longer than {RENDER_SECONDS} s")
+        return ""
+
+    def concatenate(self, *parts: Any) -> str:
+        """The operator ``~``."""
+        texts = [str(part) for part in parts]
+        if sum(map(len, texts)) > RENDER_CHARACTERS:
+            raise TooMuch("a concatenation is too large")
+        return "".join(texts)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        Guard().visit(tree)
+        tree.set_environment(self)
+        return tree
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        __self.tick()
+        if any(isinstance(value, int) and abs(value) > LARGEST_ARGUMENT for value in (*args, *kwargs.values())):
+            raise TooMuch("a number passed to a function is too large")
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if _result_size(operator, left, right) > RENDER_CHARACTERS:
+            raise TooMuch(f"the result of {operator} is too large")
+        return super().call_binop(context, operator, left, right)
+
+
+def _result_size(operator: str, left: Any, right: Any) -> int:
+    """Characters, items or digits that an operation makes, roughly; 0 where that cannot be much."""
+    sized = [len(value) if isinstance(value, str | list | tuple) else 0 for value in (left, right)]
+    numbers = [abs(value) if isinstance(value, int) else 0 for value in (left, right)]
+    if operator == "+":
+        return sum(sized)
+    if operator == "*":
+        return max(sized[0] * numbers[1], sized[1] * numbers[0])
+    return numbers[0].bit_length() * numbers[1]
+
+
+def raise_exception(message: str) -> None:
+    raise RaisedByTemplate(message)
+
+
+def strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As transformers has it: no HTML escapes, non-ASCII characters kept."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class ChatTemplate:
+    """One compiled template. Compiling happens at construction; RequestError when it is no template.
+
+    Safe to render from several threads at once.
+    """
+
+    def __init__(self, source: str) -> None:
+        self._sandbox = Sandbox()
+        try:
+            self._template = self._sandbox.from_string(source)
+        except (TemplateError, RecursionError, ValueError) as error:
+            raise _failed(error) from None
+
+    def render(self, variables: Mapping[str, Any]) -> str:
+        """The text. RequestError (code ``template_error``) if the template raises, runs too long or makes too much."""
+        self._sandbox.start(time.monotonic() + RENDER_SECONDS)
+        pieces: list[str] = []
+        size = 0
+        try:
+            for piece in self._template.generate(**variables):
+                size += len(piece)
+                if size > RENDER_CHARACTERS:
+                    raise TooMuch(f"the rendered prompt is longer than {RENDER_CHARACTERS} characters")
+                pieces.append(piece)
+        # NOTE: a template is a program of the model's author: any exception in it is that request's, not the server's.
+        except Exception as error:
+            raise _failed(error) from None
+        return "".join(pieces)
+
+
+def _failed(error: Exception) -> RequestError:
+    if isinstance(error, RaisedByTemplate):
+        return RequestError(f"the chat template refused the messages: {error}", code="template_error", param="messages")
+    text = str(error)[:300] or type(error).__name__
+    return RequestError(f"the chat template failed: {type(error).__name__}: {text}", code="template_error")
+
+
+def cut_after_final_message(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
+    """``text`` up to the end of the last message's content, for the model to continue. RequestError if not found."""
+    content = messages[-1].get("content") if messages else None
+    if not isinstance(content, str) or not content.strip():
+        raise RequestError("continue_final_message needs a last message with text", param="messages")
+    for ending in (content, content.lstrip(), content.rstrip(), content.strip()):
+        at = text.rfind(ending)
+        if at >= 0:
+            return text[: at + len(ending)]
+    raise RequestError(
+        "continue_final_message: the chat template does not render the last message as it is", param="messages")

@@ -1,0 +1,137 @@
+"""One sequence's tokens to text: incremental decoding and stop strings.
+
+Result of a stream, however it is cut into steps: the text up to the stop string that is complete first (of those
+complete at the same character, the longest), or all of it. Text that may turn out to be part of a stop string is held
+back until it is decided.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from glowplug.core.request import SamplingParams
+from glowplug.core.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class Output:
+    """``text``: new text. ``finished``: nothing follows. ``stop_reason``: the stop string that matched, or None."""
+
+    text: str
+    finished: bool = False
+    stop_reason: str | None = None
+
+
+class StopStrings:
+    """Aho-Corasick automaton (CACM 18:6, 1975) over stop strings: one step a character, whatever their number.
+
+    State 0 is the root. ``depth[s]``: characters of the longest stop-string prefix that the text ends with;
+    ``match[s]``: the longest stop string that the text ends with, or None.
+    """
+
+    __slots__ = ("_fail", "_next", "depth", "first", "match")
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._next: list[dict[str, int]] = [{}]
+        self._fail, self.depth, self.match = [0], [0], [None]  # type: list[int], list[int], list[str | None]
+        for text in strings:
+            self._add(text)
+        self._link()
+        self.first = frozenset(self._next[0])
+
+    def _add(self, text: str) -> None:
+        state = 0
+        for character in text:
+            if character not in self._next[state]:
+                self._next[state][character] = len(self._next)
+                self._next.append({})
+                self._fail.append(0)
+                self.depth.append(self.depth[state] + 1)
+                self.match.append(None)
+            state = self._next[state][character]
+        self.match[state] = text
+
+    def _link(self) -> None:
+        """Failure links, breadth first: where to go on when the next character does not fit."""
+        queue = list(self._next[0].values())
+        for state in queue:
+            for character, child in self._next[state].items():
+                self._fail[child] = self.step(self._fail[state], character)
+                self.match[child] = self.match[child] or self.match[self._fail[child]]
+                queue.append(child)
+
+    def step(self, state: int, character: str) -> int:
+        """The state after ``character``."""
+        while state and character not in self._next[state]:
+            state = self._fail[state]
+        return self._next[state].get(character, 0)
+
+
+@lru_cache(maxsize=256)
+def stop_strings(strings: tuple[str, ...]) -> StopStrings:
+    """The automaton of ``strings``, shared by the choices of a request and by requests alike."""
+    return StopStrings(strings)
+
+
+class OutputProcessor:
+    """Makes one sequence's text. ``feed`` takes the committed ids of a step; ``finish`` gives out what was held back.
+
+    Stop strings count only in the text of tokens after the first ``min_tokens``. A matched stop string is cut off
+    unless ``include_stop_str_in_output``. After the end both methods give empty, finished outputs.
+    """
+
+    __slots__ = ("_finished", "_held", "_include", "_reason", "_state", "_stops", "_stream", "_unchecked")
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._stream = tokenizer.stream(params.skip_special_tokens)
+        self._stops = stop_strings(tuple(params.stop)) if params.stop else None
+        self._include = params.include_stop_str_in_output
+        self._unchecked = params.min_tokens if params.stop else 0
+        self._held = ""
+        self._state = 0
+        self._finished = False
+        self._reason: str | None = None
+
+    def feed(self, ids: Sequence[int]) -> Output:
+        """New text of ``ids``; finished when a stop string is complete."""
+        if self._finished:
+            return Output("", True, self._reason)
+        if not ids:
+            return Output("")
+        if self._stops is None:
+            return Output(self._stream.feed(ids))
+        early = ""
+        if self._unchecked:
+            early = self._stream.feed(ids[: self._unchecked])
+            ids, self._unchecked = ids[self._unchecked :], max(0, self._unchecked - len(ids))
+        output = self._match(self._stream.feed(ids) if ids else "")
+        output.text = early + output.text
+        return output
+
+    def finish(self, reason: str) -> Output:
+        """The sequence has ended for ``reason`` ("stop", "length", "abort", ...): the rest of its text."""
+        if self._finished:
+            return Output("", True, self._reason)
+        text = self._stream.finish()
+        output = self._match(text) if self._stops is not None else Output(text)
+        if not output.finished:
+            output.text += self._held
+            self._finished, output.finished = True, True
+        return output
+
+    def _match(self, text: str) -> Output:
+        stops = self._stops
+        assert stops is not None
+        if not self._state and stops.first.isdisjoint(text):
+            return Output(text)
+        state, text = self._state, self._held + text
+        for at in range(len(self._held), len(text)):
+            state = stops.step(state, text[at])
+            found = stops.match[state]
+            if found is not None:
+                self._finished, self._reason, self._held = True, found, ""
+                return Output(text[: at + 1 if self._include else at + 1 - len(found)], True, found)
+        settled = len(text) - stops.depth[state]
+        self._state, self._held = state, text[settled:]
+        return Output(text[:settled])

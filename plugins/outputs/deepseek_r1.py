@@ -1,0 +1,27 @@
+"""Reasoning parser for models that think between ``<think>`` and ``</think>``: DeepSeek-R1, and V3.1 on request."""
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from glowplug.core.component import Component
+from glowplug.core.hookspecs import hookimpl
+from glowplug.core.offers import OutputOffers
+from glowplug.core.options import OutputOptions
+
+
+class DeepseekR1Options(OutputOptions):
+    use: Literal["deepseek_r1"] = "deepseek_r1"
+    opening: Literal["auto", "implied", "required"] = Field(
+        "auto", description="text without an opening tag is reasoning until the closing tag: implied always, required "
+        "never, auto when the prompt ends with the tag or is not known")
+
+
+@hookimpl
+def register_output_parsers() -> list[Component]:
+    return [Component(
+        name="deepseek_r1", options=DeepseekR1Options,
+        factory="glowplug.plugins.outputs.deepseek_r1_runtime:DeepseekR1",
+        offers=OutputOffers(kind="reasoning", aliases=frozenset({"deepseek-r1"})),
+        summary="splits <think>...</think> from the answer")]

@@ -1,0 +1,22 @@
+"""Opens the tokenizer of a model folder that has a ``tokenizer.json``."""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from glowplug.core.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from glowplug.core.facts import ModelFacts
+    from glowplug.core.tokenizer import Tokenizer
+
+
+@hookimpl
+def open_tokenizer(path: Path, facts: ModelFacts) -> Tokenizer | None:
+    """None for a folder without ``tokenizer.json``."""
+    folder = path if path.is_dir() else path.parent
+    if not (folder / "tokenizer.json").is_file() or (path.is_file() and path.name != "tokenizer.json"):
+        return None
+    from glowplug.core.tokenizer import Tokenizer
+
+    return Tokenizer.from_folder(folder)
