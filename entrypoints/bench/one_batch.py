@@ -6,12 +6,15 @@ import itertools
 import random
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from glowplug.core.errors import GlowplugError
 from glowplug.entrypoints.bench import report
 from glowplug.entrypoints.bench.engine_options import add_engine_options, engine_config
 from glowplug.entrypoints.bench.in_process import BatchTimes, median_run, random_ids, run_static_batch
+
+if TYPE_CHECKING:
+    from glowplug.entrypoints.llm import LLM
 
 SHOWN_STEPS = 5  #: decode steps printed one by one
 
@@ -24,7 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--repeat", type=int, default=3, help="measured runs of each; the median one is reported")
     group.add_argument("--run-name", default="default", help="kept in the record")
     group.add_argument("--log-decode-step", type=int, default=0, metavar="N", help="also print every Nth decode step")
-    group.add_argument("--profile", action="store_true", help="trace the last measured run with torch's profiler")
+    group.add_argument("--profile", action="store_true", help="trace one further run with torch's profiler")
     group.add_argument("--result-filename", "--output-file", default=None, metavar="FILE",
                        help="append one JSON line for each combination")
     add_engine_options(parser)
@@ -65,22 +68,22 @@ def _run(args: argparse.Namespace, config: dict[str, Any], shapes: list[tuple[in
             print(f"Warmup (batch {batch}, input {length}, output {output}) ...")
             show(run_static_batch(llm, random_ids(rng, batch, length, vocab), min(output, 8)), 0)
             print("Benchmark ...")
-            runs = [_measured(llm, random_ids(rng, batch, length, vocab), output,
-                              args.profile and index == args.repeat - 1) for index in range(max(args.repeat, 1))]
+            runs = [run_static_batch(llm, random_ids(rng, batch, length, vocab), output)
+                    for _ in range(max(args.repeat, 1))]
             times = median_run(runs)
             show(times, args.log_decode_step)
+            if args.profile:
+                _trace(llm, random_ids(rng, batch, length, vocab), output)
             if args.result_filename:
                 report.append_line(Path(args.result_filename), record(times, args.run_name, len(runs), llm.plan.device))
     return 0
 
 
-def _measured(llm: Any, prompts: list[list[int]], output: int, profile: bool) -> BatchTimes:
-    if not profile:
-        return run_static_batch(llm, prompts, output)
+def _trace(llm: LLM, prompts: list[list[int]], output: int) -> None:
+    """One more run under the profiler. NOTE: never one of the measured runs, which tracing would slow down."""
     llm.control("profile_start", label=f"one-batch-{len(prompts)}-{len(prompts[0])}-{output}")
-    times = run_static_batch(llm, prompts, output)
+    run_static_batch(llm, prompts, output)
     print("trace:", llm.control("profile_stop")["file"])
-    return times
 
 
 def show(times: BatchTimes, every: int) -> None:

@@ -108,8 +108,10 @@ def test_example_files_plan(path: Path) -> None:
 
 
 def test_python_in_the_pages_compiles() -> None:
+    parts = {text for _, _, text in excerpts()}  # a part of a file need not be whole
     for page, text in blocks("python"):
-        compile(text, page, "exec")
+        if text.partition("\n")[2] not in parts:
+            compile(text, page, "exec")
 
 
 def test_links_lead_somewhere() -> None:
