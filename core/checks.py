@@ -333,7 +333,7 @@ def check_ranks(draft: Draft) -> Iterator[Refusal]:
     ranks, machine = draft.values["ranks"], draft.facts.hardware
     have = machine.hosts * len(machine.devices)
     holder = draft.first("parallel")
-    if holder is not None and draft.values["device"] == "cuda" and ranks > have:
+    if holder is not None and draft.values["device"] == "cuda" and ranks > have > 0:
         yield refuse(draft, "parallel", holder, f"{ranks} ranks need {ranks} devices, {machine.name} has {have}",
                      f"parallel.0.size = {have}", field="parallel.0.size")
     collectives, executor = draft.first("collectives"), draft.first("executor")

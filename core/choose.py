@@ -92,7 +92,6 @@ def _model(draft: Draft) -> None:
             options = found.component.options.model_validate({"use": found.component.name})
             draft.chosen["model"] = (chosen_of(found.component, options),)
             draft.decide("model", found.component.name, "facts", f"config.json says {architecture}")
-            draft.refusals += component_checks(draft, SLOTS[0], found.component, draft.chosen["model"][0])
             return
     draft.refusals.append(Refusal(
         "choose", "model", f"no plugin builds {architecture} (known: {', '.join(sorted(known)) or 'none'})",

@@ -13,7 +13,7 @@ import msgspec
 from pydantic import Field, ValidationError, create_model
 
 from glowplug.core.component import Options
-from glowplug.core.config_errors import explain
+from glowplug.core.config_errors import Explained, explain
 from glowplug.core.errors import Refusal
 from glowplug.core.options import (
     OPTION_BASES,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from glowplug.core.plugins import PluginSet
 
 FIXED_SECTIONS = ("memory", "server", "log", "metrics")
-SECRETS = frozenset({"server.api_key", "server.admin_api_key"})  #: shown and recorded as ***
+SECRETS = frozenset({"server.api_key", "server.admin_api_key"})  #: shown as ***
 
 
 class EngineConfig(Section):
@@ -163,16 +163,13 @@ def parse(raw: Mapping[str, Any], plugins: PluginSet, model: type[EngineConfig],
             config = model.__pydantic_validator__.validate_json(msgspec.json.encode(data), strict=True)
             return Parsed(cast(EngineConfig, config), raw, origins, operator, refusals, unknown)
         except ValidationError as error:
-            gone = []
-            for problem in error.errors(include_url=False):
-                found = explain(problem, data, plugins, model, origins)
-                if found.refusal not in refusals:
-                    refusals.append(found.refusal)
-                if found.slot:
-                    unknown[found.slot] = found.name
-                gone.append(found.path)
-            for path in gone:
-                _drop(data, path)
+            found = [explain(problem, data, plugins, model, origins) for problem in error.errors(include_url=False)]
+            for one in _outermost(found):
+                if one.refusal not in refusals:
+                    refusals.append(one.refusal)
+                if one.slot:
+                    unknown[one.slot] = one.name
+                _drop(data, one.path)
             _compact(data)
     raise AssertionError(f"the configuration does not settle: {refusals}")
 
@@ -259,6 +256,12 @@ def _canonical(slot: Slot, name: str, plugins: PluginSet) -> str:
     return name
 
 
+def _outermost(found: list[Explained]) -> list[Explained]:
+    """Without the problems below a section that is refused whole (what else is wrong in it says nothing)."""
+    gone = {one.path for one in found if one.slot}
+    return [one for one in found if one.slot or not any(one.path[:len(path)] == path for path in gone)]
+
+
 _SINGLE = frozenset(slot.section for slot in SLOTS if slot.section and not slot.many)
 
 
@@ -285,17 +288,6 @@ def _compact(data: dict[str, Any]) -> None:
 
 
 def recorded(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The operator's configuration for the plan's record, secrets replaced by ***."""
+    """A copy of the operator's configuration for the plan, in plain dicts and lists."""
     copy: dict[str, Any] = _copy(raw)
-    server = copy.get("server")
-    if isinstance(server, dict):
-        for path in SECRETS:
-            key = path.partition(".")[2]
-            if server.get(key) is not None:
-                server[key] = "***"
     return copy
-
-
-def server_options(raw: Mapping[str, Any]) -> ServerOptions:
-    """The ``server`` section of a configuration that has been planned."""
-    return ServerOptions.model_validate_json(msgspec.json.encode(raw.get("server", {})), strict=True)

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 
 class GlowplugError(Exception):
@@ -50,7 +51,15 @@ class PluginLoadError(GlowplugError):
 
 
 class ConfigError(PlanRefused):
-    """The configuration could not be read: unknown keys, wrong types, duplicate keys. A kind of refusal."""
+    """The configuration could not be read: unknown keys, wrong types, duplicate keys. A kind of refusal.
+
+    ``parsed``: (data, line by dotted path) of a file whose faults still allow the rest to be checked, else None.
+    """
+
+    def __init__(self, refusals: Iterable[Refusal], source: str = "the configuration",
+                 parsed: tuple[dict[str, Any], dict[str, int]] | None = None) -> None:
+        self.parsed = parsed
+        super().__init__(refusals, source)
 
 
 class WeightError(GlowplugError):

@@ -169,7 +169,7 @@ def _check_component(component: Any, slot: Slot, source: PluginSource) -> None:
     base = OPTION_BASES.get(slot.name, Options)
     if not (isinstance(component.options, type) and issubclass(component.options, base)):
         raise bad(f"the options of {component.name!r} must be a subclass of {base.__name__}")
-    if component.name not in get_args(component.options.model_fields["use"].annotation):
+    if slot.section and component.name not in get_args(component.options.model_fields["use"].annotation):
         raise bad(f"the options of {component.name!r} must declare use: Literal[{component.name!r}]")
     if component.name == "auto":
         raise bad("the name 'auto' is taken: it lets the plan choose")

@@ -42,7 +42,7 @@ def plan(config: Mapping[str, Any], *, source: str = "the configuration", lines:
     plugins = plugins if plugins is not None else load_plugins()
     places = {path: f"{source}:{line}" for path, line in (lines or {}).items()} | dict(origins or {})
     refusals = list(prior)
-    reading = _read_model(config, plugins, refusals)
+    reading = _read_model(config.get("model", (contributed or {}).get("model")), plugins, refusals)
     software = plugins.software
     if hardware is not None and "+cpu" in software.packages.get("torch", ""):
         software = SoftwareFacts(software.python, {k: v for k, v in software.packages.items() if k != "torch"})
@@ -68,8 +68,7 @@ def plan(config: Mapping[str, Any], *, source: str = "the configuration", lines:
 # ---- facts ------------------------------------------------------------------------------------------------------------
 
 
-def _read_model(config: Mapping[str, Any], plugins: PluginSet, refusals: list[Refusal]) -> ModelReading | None:
-    name = config.get("model")
+def _read_model(name: object, plugins: PluginSet, refusals: list[Refusal]) -> ModelReading | None:
     if not isinstance(name, str) or not name:
         return None
     try:
@@ -127,7 +126,7 @@ def _unique(refusals: Sequence[Refusal]) -> list[Refusal]:
 def _check(draft: Draft) -> None:
     """Pass four: every generic check, every chosen component's own, every plugin's ``check_plan``."""
     found = list(run_checks(draft))
-    for slot in SLOTS[1:]:
+    for slot in SLOTS:
         for chosen in draft.chosen[slot.name]:
             registration = draft.plugins.find(slot.name, chosen.name)
             assert registration is not None
@@ -139,7 +138,9 @@ def _check(draft: Draft) -> None:
 
 
 def _complete(draft: Draft) -> bool:
-    return all(draft.chosen[name] for name in ("model", "attention", "quantization", "speculative", "parallel"))
+    """Is there enough to compute sizes with?"""
+    filled = all(draft.chosen[name] for name in ("model", "attention", "quantization", "speculative", "parallel"))
+    return filled and (draft.values["device"] == "cpu" or bool(draft.facts.hardware.devices))
 
 
 # ---- freeze -----------------------------------------------------------------------------------------------------------

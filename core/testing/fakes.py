@@ -24,7 +24,8 @@ WIDTHS = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
 TINY_V3: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 4, "vocab_size": 512, "intermediate_size": 256, "moe_intermediate_size": 128,
-    "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "kv_lora_rank": 64, "q_lora_rank": 96,
+    "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1, "kv_lora_rank": 64, "q_lora_rank": 96,
     "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32, "max_position_embeddings": 4096,
     "torch_dtype": "bfloat16",
 }

@@ -1,0 +1,157 @@
+"""Configuration files and overrides: one nested dict, and where each of its values was written. No torch.
+
+The formats themselves are plugins (hook ``read_config_file``). Precedence: command line over file, list items of the
+same ``use`` merged.
+"""
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from glowplug.core.errors import ConfigError, Refusal
+
+if TYPE_CHECKING:
+    from glowplug.core.plugins import PluginSet
+
+MAX_BYTES = 4 << 20  #: of a configuration file
+_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+
+
+@dataclass
+class Layer:
+    """Values from one source. ``origins``: place by dotted path; ``refusals``: what was wrong in reading them."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    refusals: list[Refusal] = field(default_factory=list)
+
+
+def read_config(path: Path, plugins: PluginSet) -> Layer:
+    """A configuration file. ConfigError when nothing of it can be used; smaller faults are in ``refusals``."""
+    name = path.name
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise _unusable(name, f"{path} could not be read: {error.strerror}", "write a file that exists") from None
+    if size > MAX_BYTES or not path.is_file():
+        raise _unusable(name, f"{path} is no configuration file", f"a file of at most {MAX_BYTES >> 20} MiB")
+    refusals: list[Refusal] = []
+    try:
+        found: tuple[dict[str, Any], dict[str, int]] | None = plugins.hook.read_config_file(path=path)
+    except ConfigError as error:
+        if error.parsed is None:
+            raise
+        found, refusals = error.parsed, list(error.refusals)
+    if found is None:
+        raise _unusable(name, f"no plugin reads {path.suffix or name!r} files", "a .toml, .yaml or .json file")
+    data, lines = found
+    if not isinstance(data, dict):
+        raise _unusable(name, f"the file holds a {type(data).__name__}, expected keys and sections",
+                        'start with model = "embedded"')
+    layer = Layer(data, {key: f"{name}:{line}" for key, line in lines.items()}, refusals)
+    layer.data = _variables(data, "", layer)
+    return layer
+
+
+def _unusable(name: str, reason: str, fix: str) -> ConfigError:
+    return ConfigError([Refusal("config", "--config", reason, fix)], name)
+
+
+def _variables(value: Any, path: str, layer: Layer) -> Any:
+    """``"${NAME}"`` replaced by the environment variable, so that a key need not stand in the file."""
+    if isinstance(value, Mapping):
+        return {key: _variables(item, f"{path}.{key}" if path else str(key), layer) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_variables(item, f"{path}.{number}", layer) for number, item in enumerate(value)]
+    match = _VARIABLE.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        return value
+    name = match[1]
+    if name not in os.environ:
+        where = layer.origins.get(path, "")
+        layer.refusals.append(Refusal("config", path, f"{where}: the environment variable {name} is not set",
+                                      f"set {name}, or write the value"))
+        return value
+    return os.environ[name]
+
+
+# ---- dotted paths -----------------------------------------------------------------------------------------------------
+
+
+def set_path(data: dict[str, Any], path: str, value: Any) -> None:
+    """Set ``a.b.c``; numbers index lists, one past the end appends. ValueError when the way is blocked."""
+    holder: Any = data
+    parts = path.split(".")
+    if not all(parts):
+        raise ValueError(f"{path!r} is not a dotted path")
+    for part, following in zip(parts[:-1], parts[1:]):
+        empty: Any = [] if following.isdigit() else {}
+        holder = _step(holder, part, empty, path)
+    _store(holder, parts[-1], value, path)
+
+
+def _step(holder: Any, part: str, empty: Any, path: str) -> Any:
+    if isinstance(holder, list) and part.isdigit() and int(part) <= len(holder):
+        if int(part) == len(holder):
+            holder.append(empty)
+        return holder[int(part)]
+    if isinstance(holder, dict):
+        return holder.setdefault(part, empty)
+    raise ValueError(f"{path!r} goes through {part!r}, which is not a section")
+
+
+def _store(holder: Any, part: str, value: Any, path: str) -> None:
+    if isinstance(holder, list) and part.isdigit() and int(part) <= len(holder):
+        holder[int(part):int(part) + 1] = [value]
+    elif isinstance(holder, dict):
+        holder[part] = value
+    else:
+        raise ValueError(f"{path!r} goes through something that is not a section")
+
+
+def merge(over: Layer, under: Layer) -> Layer:
+    """``over`` wins, key by key. Lists of sections merge by ``use``; every other list is replaced."""
+    merged = Layer(dict(under.data), dict(under.origins), [*under.refusals, *over.refusals])
+    for key, value in over.data.items():
+        merged.data[key] = _merge(value, merged.data.get(key), key, over, merged)
+    for path, place in over.origins.items():
+        if path.partition(".")[0] not in _LISTS:
+            merged.origins[path] = place
+    return merged
+
+
+_LISTS = frozenset({"parallel", "outputs"})
+
+
+def _merge(value: Any, below: Any, path: str, over: Layer, merged: Layer) -> Any:
+    if path in _LISTS and isinstance(value, list):
+        return _merge_list(value, below if isinstance(below, list) else [], path, over, merged)
+    if isinstance(value, dict) and isinstance(below, dict):
+        joined = dict(below)
+        for key, item in value.items():
+            joined[key] = _merge(item, below.get(key), f"{path}.{key}", over, merged)
+        # NOTE: options of a component the command line has replaced are not options of its successor.
+        if "use" in value and below.get("use", value["use"]) != value["use"]:
+            joined = dict(value)
+        return joined
+    return value
+
+
+def _merge_list(value: list[Any], below: list[Any], path: str, over: Layer, merged: Layer) -> list[Any]:
+    joined = list(below)
+    for number, item in enumerate(value):
+        use = item.get("use") if isinstance(item, dict) else None
+        at = next((i for i, old in enumerate(joined) if isinstance(old, dict) and use and old.get("use") == use), None)
+        if at is None:
+            at = len(joined)
+            joined.append(item)
+        else:
+            joined[at] = {**joined[at], **item}
+        for old, place in over.origins.items():
+            if old == f"{path}.{number}" or old.startswith(f"{path}.{number}."):
+                merged.origins[f"{path}.{at}{old[len(f'{path}.{number}'):]}"] = place
+    return joined

@@ -1,0 +1,55 @@
+"""A plan as one table: what was decided, chosen by whom, why, and how many bytes it takes. Plain text, no torch."""
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from glowplug.core.plan import EnginePlan
+from glowplug.core.sizing import human
+
+HEADER = ("what", "choice", "by", "why", "bytes")
+MIN_WHY = 24
+
+
+def render(plan: EnginePlan, width: int | None = None) -> str:
+    """The table, ``width`` columns wide (None: the terminal's). Long reasons wrap."""
+    width = width or shutil.get_terminal_size((120, 24)).columns
+    model = plan.facts.model
+    kind = f"{model.architecture}, {model.num_layers} layers"
+    if model.n_routed_experts:
+        kind += f", {model.n_routed_experts} experts"
+    ranks = f"{plan.ranks} rank" + ("s" if plan.ranks > 1 else "")
+    head = f"{plan.model}: {kind}; {ranks} on {plan.facts.hardware.name} ({plan.device}), fingerprint {plan.fingerprint}"
+    return "\n".join([*textwrap.wrap(head, width), *table([HEADER, *rows(plan)], width)])
+
+
+def rows(plan: EnginePlan) -> list[tuple[str, str, str, str, str]]:
+    """One row a decision, then one a line of the byte budget."""
+    found = [(decision.field, shown(decision.value), decision.by, decision.why, "") for decision in plan.decisions]
+    total = sum(line.bytes for line in plan.budget)
+    found += [(f"memory: {line.name}", "", "size", line.how, human(line.bytes)) for line in plan.budget]
+    return [*found, ("memory: total", "", "size", "on each rank", human(total))]
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def table(lines: Sequence[Sequence[str]], width: int) -> Iterable[str]:
+    """Aligned columns with a rule under the first line; the fourth column wraps to what is left of ``width``."""
+    sizes = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    sizes[3] = max(MIN_WHY, min(sizes[3], width - sum(sizes[:3]) - sizes[4] - 8))
+    for number, line in enumerate(lines):
+        wrapped = textwrap.wrap(line[3], sizes[3]) or [""]
+        for part, why in enumerate(wrapped):
+            cells = [cell if part == 0 else "" for cell in line]
+            cells[3] = why
+            yield "  ".join(cell.rjust(size) if i == 4 else cell.ljust(size)
+                            for i, (cell, size) in enumerate(zip(cells, sizes))).rstrip()
+        if number == 0:
+            yield "  ".join("-" * size for size in sizes)

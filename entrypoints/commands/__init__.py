@@ -1,0 +1,1 @@
+"""Sub-commands of ``glowplug`` that need no other module of their own."""

@@ -1,0 +1,25 @@
+"""``glowplug serve``: plan, print it, start the engine and the HTTP server."""
+from __future__ import annotations
+
+import argparse
+import sys
+
+from glowplug.core.plan_table import render
+from glowplug.entrypoints.flags import add_engine_options, read_command_line
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and end")
+    add_engine_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    given = read_command_line(args)
+    plan = given.plan()
+    print(render(plan), file=sys.stdout if args.dry_run else sys.stderr)
+    if args.dry_run:
+        return 0
+    given.plugins.hook.plan_ready(plan=plan)
+    from glowplug.entrypoints.server.serve import main
+
+    return main(plan, given.plugins)

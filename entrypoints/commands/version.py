@@ -1,0 +1,16 @@
+"""``glowplug version``."""
+from __future__ import annotations
+
+import argparse
+import platform
+
+from glowplug import __version__
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """No options."""
+
+
+def run(args: argparse.Namespace) -> int:
+    print(f"glowplug {__version__} (Python {platform.python_version()})")
+    return 0

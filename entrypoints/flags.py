@@ -1,0 +1,225 @@
+"""The command line as configuration: flags, ``--set``, ``--config``, ``--facts``; and from there to a plan. No torch.
+
+Precedence: command line over file over contributed default over default; the place of each value is kept for messages.
+"""
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from glowplug.core.configfile import Layer, merge, read_config, set_path
+from glowplug.core.errors import ConfigError, FactsError, Refusal
+from glowplug.core.facts import HardwareFacts
+from glowplug.core.facts_read import EMBEDDED
+from glowplug.core.machine import read_sheet, sheet_names
+from glowplug.core.plan import Decision, EnginePlan
+from glowplug.core.plugins import PluginSet, load_plugins
+from glowplug.core.resolve import plan as make_plan
+from glowplug.entrypoints.flag_table import FLAGS, MOOT, Flag
+
+_ITEM = re.compile(r"(\w+)\[([\w*]+)\]\.(\w+)")
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with hyphens and underscores alike, no abbreviations, and "did you mean" for an unknown flag."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        given = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args([hyphened(word) for word in given], namespace)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error("; ".join(self._unknown(word) for word in unknown))
+        return found
+
+    def _unknown(self, word: str) -> str:
+        name = word.partition("=")[0]
+        if not name.startswith("-"):
+            return f"unexpected argument {word!r}"
+        close = difflib.get_close_matches(name, list(self._option_string_actions), 1, 0.6)
+        return f"unknown flag {name}" + (f", did you mean {close[0]}?" if close else "")
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def hyphened(word: str) -> str:
+    """``--disable_cuda_graph=x`` as ``--disable-cuda-graph=x``; everything else as it is."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+class _Given(argparse.Action):
+    """Collects (flag, spelling, value) in command-line order."""
+
+    def __init__(self, flag: Flag, **kwargs: Any) -> None:
+        self.flag = flag
+        super().__init__(**kwargs)
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
+                 option_string: str | None = None) -> None:
+        given = list(getattr(namespace, "engine_flags", None) or [])
+        value = self.flag.value if self.flag.convert is None else values
+        namespace.engine_flags = [*given, (self.flag, option_string or self.flag.names[0], value)]
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Every engine flag, ``--set``, ``--config``, ``--facts``, ``--plugin``, ``--block-plugin``."""
+    group = parser.add_argument_group("engine")
+    group.add_argument("--config", metavar="FILE", help="configuration in TOML, YAML or JSON")
+    group.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", dest="overrides",
+                       help="set any configuration field")
+    group.add_argument("--facts", metavar="SHEET", help=f"plan for another machine: a file, or {', '.join(sheet_names())}")
+    group.add_argument("--plugin", action="append", default=[], metavar="MODULE", dest="extra_plugins",
+                       help="load one more plugin module")
+    group.add_argument("--block-plugin", action="append", default=[], metavar="NAME", dest="blocked_plugins",
+                       help="leave a plugin out")
+    for flag in FLAGS:
+        nargs: Any = 0 if flag.convert is None else "+" if flag.many else None
+        metavar = None if flag.convert is None else flag.path.rpartition(".")[2].upper()
+        group.add_argument(*flag.names, action=_Given, flag=flag, nargs=nargs, type=flag.convert or str, help=flag.help,
+                           dest="engine_flags", default=argparse.SUPPRESS, metavar=metavar)
+
+
+#: what serving does unless the operator says otherwise
+SERVE_DEFAULTS: Mapping[str, Any] = {"model": EMBEDDED, "executor.use": "multiprocess"}
+
+
+@dataclass
+class Given:
+    """What a command line says: configuration with the place of each value, faults found so far, and notes.
+
+    ``source``: what to call it in messages.
+    """
+
+    layer: Layer
+    source: str
+    plugins: PluginSet
+    hardware: HardwareFacts | None = None
+    notes: list[Decision] = field(default_factory=list)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.layer.data
+
+    def plan(self, contributed: Mapping[str, Any] = SERVE_DEFAULTS) -> EnginePlan:
+        """The plan, with ``contributed`` defaults by dotted path. ConfigError, PlanRefused with every reason."""
+        return make_plan(self.config, source=self.source, origins=self.layer.origins, plugins=self.plugins,
+                         hardware=self.hardware, contributed=contributed, prior=self.layer.refusals, notes=self.notes)
+
+
+def read_command_line(args: argparse.Namespace, plugins: PluginSet | None = None) -> Given:
+    """Plugins loaded, file read, flags and ``--set`` laid over it. PluginLoadError, ConfigError."""
+    plugins = plugins or load_plugins(extra=args.extra_plugins, block=args.blocked_plugins)
+    layer, notes = command_line_layer(getattr(args, "engine_flags", []), args.overrides)
+    if args.config:
+        layer = merge(layer, read_config(Path(args.config), plugins))
+    hardware = None
+    if args.facts:
+        try:
+            hardware = read_sheet(args.facts)
+        except FactsError as error:
+            raise ConfigError([*layer.refusals, Refusal("facts", "--facts", str(error), error.fix)]) from None
+    source = Path(args.config).name if args.config else "the command line"
+    return Given(layer, source, plugins, hardware, notes)
+
+
+def command_line_layer(given: Sequence[tuple[Flag, str, Any]], overrides: Sequence[str]) -> tuple[Layer, list[Decision]]:
+    """Flags in order, then ``--set``, as one layer; flags that have no effect become notes."""
+    layer = Layer()
+    spelled = {flag.names[0] for flag, _, _ in given}
+    notes = []
+    for flag, spelling, value in given:
+        moot = _moot(flag, spelled)
+        if moot:
+            notes.append(Decision(spelling, "no effect", "operator", moot))
+            continue
+        shown = spelling if flag.convert is None else f"{spelling} {_shown(value)}"
+        value = flag.values.get(value, value) if isinstance(value, str) else value
+        if flag.path.endswith("api_key"):
+            shown = spelling
+        for path, setting in {**flag.also, flag.path: value}.items():
+            _assign(layer, path, setting, shown)
+    for override in overrides:
+        _override(layer, override)
+    return layer, notes
+
+
+def _moot(flag: Flag, spelled: set[str]) -> str:
+    rule = MOOT.get(flag.names[0])
+    if rule is None:
+        return ""
+    other, when_given, why = rule
+    return f"{why} ({other})" if (other in spelled) == when_given else ""
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _assign(layer: Layer, path: str, value: Any, shown: str) -> None:
+    """Set one field; a second, different value from another flag is a refusal naming both."""
+    if path in ("parallel[tensor].size", "parallel[dp_attention].size", "parallel[ep_moe].size") and value == 1:
+        return  # NOTE: one rank is what no parallel section means, and published commands write --tp 1
+    path = _resolve_item(layer, path)
+    before = layer.origins.get(path)
+    if before is not None and _get(layer.data, path) != value:
+        layer.refusals.append(Refusal("config", path, f"{before} and {shown} contradict each other",
+                                      "write one of them"))
+        return
+    set_path(layer.data, path, value)
+    layer.origins[path] = shown
+
+
+def _resolve_item(layer: Layer, path: str) -> str:
+    """``parallel[tensor].size`` as ``parallel.0.size``: the list item with that ``use``, added when it is missing."""
+    match = _ITEM.fullmatch(path)
+    if match is None:
+        return path
+    section, use, key = match.groups()
+    items = layer.data.setdefault(section, [])
+    at = next((i for i, item in enumerate(items) if item.get("use") == use), len(items))
+    if at == len(items):
+        items.append({} if use == "*" else {"use": use})
+    return f"{section}.{at}.{key}"
+
+
+def _get(data: Any, path: str) -> Any:
+    for part in path.split("."):
+        data = data[int(part)] if isinstance(data, list) else data.get(part)
+    return data
+
+
+def _override(layer: Layer, override: str) -> None:
+    path, equals, text = override.partition("=")
+    path = path.strip()
+    try:
+        if not equals:
+            raise ValueError("expected A.B=VALUE")
+        set_path(layer.data, path, literal(text.strip()))
+    except ValueError as error:
+        layer.refusals.append(Refusal("config", f"--set {path}", str(error), "--set section.key=value"))
+        return
+    layer.origins[path] = f"--set {path}"
+
+
+def literal(text: str) -> Any:
+    """A JSON value (``3``, ``true``, ``[1, 2]``, ``"3"``), else the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
