@@ -1,4 +1,4 @@
-"""Answers that end when the client leaves: whole ones, and event streams that also end when the client stops reading."""
+"""Answers that end when the client leaves: whole ones, and streams that also end when it stops reading."""
 from __future__ import annotations
 
 import asyncio

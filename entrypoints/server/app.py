@@ -12,24 +12,12 @@ from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import OutputParserFactory
 from glowplug.core.tokenizer import Tokenizer
 from glowplug.entrypoints.client import EngineClient
-from glowplug.entrypoints.server import auth, chat, completions, errors, native, operations, text_routes
+from glowplug.entrypoints.server import auth, errors
 from glowplug.entrypoints.server.answers import json_response
 from glowplug.entrypoints.server.body import install_schema
 from glowplug.entrypoints.server.context import Context
 from glowplug.entrypoints.server.limits import Gate
-from glowplug.entrypoints.server.protocol.chat import ChatRequest
-from glowplug.entrypoints.server.protocol.completions import CompletionRequest
-from glowplug.entrypoints.server.protocol.native import (
-    AbortRequest,
-    DetokenizeRequest,
-    GenerateRequest,
-    ProfileRequest,
-    TokenizeRequest,
-)
-
-_ROUTERS = (chat.router, completions.router, text_routes.router, native.router, operations.router)
-_BODIES = (ChatRequest, CompletionRequest, GenerateRequest, TokenizeRequest, DetokenizeRequest, AbortRequest,
-           ProfileRequest)
+from glowplug.entrypoints.server.routes import ROUTES
 
 
 def create_app(plan: EnginePlan, client: EngineClient, tokenizer: Tokenizer | None,
@@ -38,21 +26,24 @@ def create_app(plan: EnginePlan, client: EngineClient, tokenizer: Tokenizer | No
     ``extend_app`` hooks may add routes, which are authenticated like all others.
     """
     context = Context.of(plan, client, tokenizer, parsers)
-    authoriser = auth.Authoriser(context.options)
+    authoriser = auth.Authoriser(context.options, [route.path for route in ROUTES if route.admin])
     # NOTE: no /docs: its page loads scripts from another host. /openapi.json is a route like any other, with a key.
     app = FastAPI(title="glowplug", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False,
                   dependencies=[Depends(authoriser.dependency())])
     app.state.context = context
-    for router in _ROUTERS:
-        app.include_router(router)
-    app.add_api_route("/openapi.json", _openapi_route(app), include_in_schema=False)
+    for route in ROUTES:
+        for method in route.methods:
+            app.add_api_route(route.path, route.endpoint, methods=[method], tags=[route.tag], response_model=None,
+                              responses=route.responses(), openapi_extra=route.request())
+    app.add_api_route("/openapi.json", _openapi_route(app), methods=["GET"], include_in_schema=False)
     if plugins is not None:
         plugins.hook.extend_app(app=app, plan=plan)
     auth.require_guarded(app)
     errors.install(app)
-    install_schema(app, _BODIES)
+    install_schema(app, list(dict.fromkeys(route.body for route in ROUTES if route.body is not None)))
     if context.options.cors_origins:
-        app.add_middleware(CORSMiddleware, allow_origins=list(context.options.cors_origins), allow_methods=["GET", "POST"],
+        app.add_middleware(CORSMiddleware, allow_origins=list(context.options.cors_origins),
+                           allow_methods=["GET", "POST"],
                            allow_headers=["authorization", "content-type", "x-request-id"])
     app.add_middleware(Gate, max_body_bytes=context.options.max_body_bytes, metrics=context.metrics)
     return app

@@ -40,12 +40,6 @@ def body_of(model: type[M], *, optional: bool = False) -> Callable[[Request], Aw
     return read
 
 
-def body_schema(model: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
-    """``openapi_extra`` of a route whose body :func:`body_of` reads."""
-    reference = {"$ref": f"#/components/schemas/{model.__name__}"}
-    return {"requestBody": {"required": required, "content": {"application/json": {"schema": reference}}}}
-
-
 async def _read(request: Request) -> bytes:
     try:
         async with asyncio.timeout(BODY_SECONDS):
@@ -57,10 +51,11 @@ async def _read(request: Request) -> bytes:
 
 
 def _check_content_type(request: Request) -> None:
-    # NOTE: a web page may send text/plain or a form to localhost without asking; JSON needs the server's consent (CORS).
+    # NOTE: a web page may send text/plain or a form to localhost unasked; JSON needs the server's consent (CORS).
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
-        raise RequestError("send the body with Content-Type: application/json", code="unsupported_media_type", status=415)
+        raise RequestError("send the body with Content-Type: application/json", code="unsupported_media_type",
+                           status=415)
 
 
 def _parse(raw: bytes, model: type[M]) -> M:

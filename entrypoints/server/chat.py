@@ -5,26 +5,21 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import Depends, Request
 from starlette.responses import Response
 
 from glowplug.core.errors import RequestError
-from glowplug.entrypoints.server import prompts, responses
+from glowplug.entrypoints.server import prompts
 from glowplug.entrypoints.server.answers import EventStream, json_response, unless_gone
-from glowplug.entrypoints.server.body import body_of, body_schema
+from glowplug.entrypoints.server.body import body_of
 from glowplug.entrypoints.server.chat_text import ChatChunks, WholeChat
 from glowplug.entrypoints.server.context import Context, get_context
 from glowplug.entrypoints.server.jobs import Job
 from glowplug.entrypoints.server.protocol.chat import ChatRequest
-from glowplug.entrypoints.server.protocol.responses import ChatCompletion
 from glowplug.entrypoints.server.requests import openai_job, warnings
 from glowplug.entrypoints.server.sampling import openai_params
 
-router = APIRouter(tags=["OpenAI"])
 
-
-@router.post("/v1/chat/completions", responses=responses.of(ChatCompletion, stream=True),
-             openapi_extra=body_schema(ChatRequest), summary="Chat")
 async def chat(request: Request, body: Annotated[ChatRequest, Depends(body_of(ChatRequest))],
                context: Annotated[Context, Depends(get_context)]) -> Response:
     context.check_model(body.model)
@@ -39,8 +34,8 @@ async def chat(request: Request, body: Annotated[ChatRequest, Depends(body_of(Ch
     if body.stream:
         chunks = ChatChunks(context, body, prompt, job.rid, tail)
         return EventStream(_stream(context, job, chunks), context.metrics, context.options.stall_timeout, headers)
-    answer = await unless_gone(request, context.metrics, _whole(context, job, WholeChat(context, body, prompt, job.rid, tail)))
-    return json_response(answer, headers)
+    whole = WholeChat(context, body, prompt, job.rid, tail)
+    return json_response(await unless_gone(request, context.metrics, _whole(context, job, whole)), headers)
 
 
 def _default_tokens(context: Context, prompt: prompts.Prompt) -> int | None:

@@ -16,9 +16,11 @@ from glowplug.entrypoints.server.reasoning import Split
 from glowplug.entrypoints.server.usage import UsageCount
 
 
-def ending(delta: Delta) -> dict[str, Any]:
-    """How a choice ended: OpenAI's field, and what matched under vLLM's and SGLang's names."""
-    return {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason, "matched_stop": delta.stop_reason}
+def ending(context: Context, delta: Delta) -> dict[str, Any]:
+    """How a choice ended: OpenAI's field, then vLLM's ``stop_reason`` (None for eos) and SGLang's ``matched_stop``."""
+    matched = delta.stop_reason
+    return {"finish_reason": delta.finish_reason, "stop_reason": None if matched in context.eos_ids else matched,
+            "matched_stop": matched}
 
 
 @dataclass
@@ -42,11 +44,9 @@ class ChatAnswer:
         n = request.n or 1
         factories: list[OutputParserFactory] = list(context.parsers) if request.separate_reasoning else []
         thinking = wanted_thinking(request)
-        self.request, self.prompt = request, prompt
+        self.request, self.prompt, self._context = request, prompt, context
         self.choices = [Choice(Split(factories, prompt_text[-TAIL:], thinking)) for _ in range(n)]
         self.usage = UsageCount(n)
-        self._names = context.names
-        self._alias = context.options.emit_reasoning_alias
         self._top = (request.top_logprobs or 0) if request.logprobs else 0
         self._head = {"id": f"chatcmpl-{rid}", "created": int(time.time()), "model": context.model_name,
                       "system_fingerprint": f"fp_{context.plan.fingerprint[:10]}"}
@@ -69,7 +69,7 @@ class ChatAnswer:
             reasoning = ""
         logprobs = None
         if self.request.logprobs and delta.logprobs is not None:
-            logprobs = chat_logprobs(self._names, delta.token_ids, delta.logprobs, self._top,
+            logprobs = chat_logprobs(self._context.names, delta.token_ids, delta.logprobs, self._top,
                                      bool(self.request.return_tokens_as_token_ids))
         if delta.finish_reason is not None:
             choice.end = delta
@@ -77,7 +77,7 @@ class ChatAnswer:
 
     def _with_reasoning(self, fields: dict[str, Any], reasoning: str | None) -> dict[str, Any]:
         fields["reasoning_content"] = reasoning
-        if self._alias:
+        if self._context.options.emit_reasoning_alias:
             fields["reasoning"] = reasoning
         return fields
 
@@ -102,10 +102,11 @@ class WholeChat(ChatAnswer):
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         assert choice.end is not None
-        message: dict[str, Any] = {"role": "assistant", "content": self.echoed + "".join(choice.content), "refusal": None}
+        content = self.echoed + "".join(choice.content)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         self._with_reasoning(message, "".join(choice.reasoning) or None)
         logprobs = {"content": choice.logprobs, "refusal": None} if self.request.logprobs else None
-        out = {"index": index, "message": message, "logprobs": logprobs, **ending(choice.end)}
+        out = {"index": index, "message": message, "logprobs": logprobs, **ending(self._context, choice.end)}
         if self.request.return_token_ids:
             out["token_ids"] = choice.token_ids
         return out
@@ -160,7 +161,7 @@ class ChatChunks(ChatAnswer):
                                   "logprobs": {"content": logprobs, "refusal": None} if logprobs else None,
                                   "finish_reason": None}
         if end is not None:
-            choice.update(ending(end))
+            choice.update(ending(self._context, end))
         if ids:
             choice["token_ids"] = ids
         chunk = {**self._head, "choices": [choice]}

@@ -35,18 +35,18 @@ class CompletionAnswer:
     def __init__(self, context: Context, request: CompletionRequest, prompts: list[Prompt], echoed: list[str],
                  rid: str) -> None:
         self.n = request.n or 1
-        self.request, self.prompts = request, prompts
+        self.request, self._context = request, context
         self.usage = UsageCount(self.n)
         self._only_prompt = request.max_tokens == 0
-        self.choices = [self._choice(context, prompt, text) for prompt, text in zip(prompts, echoed, strict=True)
+        self.choices = [self._choice(prompt, text) for prompt, text in zip(prompts, echoed, strict=True)
                         for _ in range(self.n)]
         self._head = {"id": f"cmpl-{rid}", "object": "text_completion", "created": int(time.time()),
                       "model": context.model_name, "system_fingerprint": f"fp_{context.plan.fingerprint[:10]}"}
 
-    def _choice(self, context: Context, prompt: Prompt, text: str) -> Choice:
+    def _choice(self, prompt: Prompt, text: str) -> Choice:
         logprobs = None
         if self.request.logprobs is not None:
-            logprobs = CompletionLogprobs(context.names, self.request.logprobs,
+            logprobs = CompletionLogprobs(self._context.names, self.request.logprobs,
                                           bool(self.request.return_tokens_as_token_ids))
         return Choice(prompt, text, logprobs)
 
@@ -70,7 +70,7 @@ class CompletionAnswer:
         """The token that was computed only to score the prompt ends nothing: the length asked for (0) was reached."""
         if self._only_prompt:
             return {"finish_reason": "length", "stop_reason": None, "matched_stop": None}
-        return ending(delta)
+        return ending(self._context, delta)
 
 
 class WholeCompletion(CompletionAnswer):

@@ -5,28 +5,24 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import Depends, Request
 from starlette.responses import Response
 
 from glowplug.core.errors import RequestError
 from glowplug.core.request import SamplingParams
-from glowplug.entrypoints.server import prompts, responses
+from glowplug.entrypoints.server import prompts
 from glowplug.entrypoints.server.answers import EventStream, json_response, unless_gone
-from glowplug.entrypoints.server.body import body_of, body_schema
+from glowplug.entrypoints.server.body import body_of
 from glowplug.entrypoints.server.completion_text import CompletionChunks, WholeCompletion
 from glowplug.entrypoints.server.context import Context, get_context
 from glowplug.entrypoints.server.jobs import Job
 from glowplug.entrypoints.server.protocol.completions import CompletionRequest
-from glowplug.entrypoints.server.protocol.responses import Completion
 from glowplug.entrypoints.server.requests import openai_job, warnings
 from glowplug.entrypoints.server.sampling import openai_params
 
-router = APIRouter(tags=["OpenAI"])
 DEFAULT_TOKENS = 16
 
 
-@router.post("/v1/completions", responses=responses.of(Completion, stream=True),
-             openapi_extra=body_schema(CompletionRequest), summary="Text completion")
 async def completions(request: Request, body: Annotated[CompletionRequest, Depends(body_of(CompletionRequest))],
                       context: Annotated[Context, Depends(get_context)]) -> Response:
     context.check_model(body.model)

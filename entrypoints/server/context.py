@@ -36,6 +36,7 @@ class Context:
     jobs: Jobs
     texts: TextWorkers
     names: TokenNames
+    eos_ids: frozenset[str | int | None]
     started: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
 
@@ -47,7 +48,8 @@ class Context:
         cap = options.max_prompt_bytes or BYTES_A_TOKEN * plan.sizes.context_length
         metrics = Metrics(options.served_model_name or _base_name(plan.model), client.stats, metrics_options)
         return Context(plan, client, tokenizer, parsers, options, metrics, Jobs(),
-                       TextWorkers(tokenizer, options.tokenizer_threads, cap), TokenNames(tokenizer))
+                       TextWorkers(tokenizer, options.tokenizer_threads, cap), TokenNames(tokenizer),
+                       frozenset(tokenizer.eos_ids if tokenizer is not None else ()))
 
     @property
     def model_name(self) -> str:

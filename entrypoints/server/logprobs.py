@@ -9,7 +9,8 @@ from glowplug.entrypoints.server.token_names import TokenNames
 FLOOR = -9999.0  #: stands for minus infinity, which JSON cannot say
 
 
-def chat_logprobs(names: TokenNames, tokens: list[int], scores: Logprobs, top: int, as_ids: bool) -> list[dict[str, Any]]:
+def chat_logprobs(names: TokenNames, tokens: list[int], scores: Logprobs, top: int,
+                  as_ids: bool) -> list[dict[str, Any]]:
     """Entries of ``choices[].logprobs.content``; ``top`` alternatives a token."""
     return [
         {**_entry(names, token, scores.token[i], as_ids),

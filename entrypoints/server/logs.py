@@ -15,11 +15,13 @@ logger = logging.getLogger("glowplug.server")
 
 
 class OneLine(logging.Formatter):
-    """``INFO 11-21 02:00:00 [name] message``. A line break inside a message is escaped: it cannot forge a second line."""
+    """``INFO 11-21 02:00:00 [name] message``. Control characters are escaped: no message can forge a second line."""
 
     def format(self, record: logging.LogRecord) -> str:
         when = time.strftime("%m-%d %H:%M:%S", time.localtime(record.created))
-        text = record.getMessage().encode("unicode_escape").decode("ascii") if _has_control(record) else record.getMessage()
+        text = record.getMessage()
+        if any(ord(char) < 32 or ord(char) == 127 for char in text):
+            text = text.encode("unicode_escape").decode("ascii")
         line = f"{record.levelname} {when} [{record.name}] {text}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
@@ -31,10 +33,6 @@ class JsonLine(logging.Formatter):
         if record.exc_info:
             body["traceback"] = self.formatException(record.exc_info)
         return orjson.dumps(body).decode()
-
-
-def _has_control(record: logging.LogRecord) -> bool:
-    return any(ord(char) < 32 or ord(char) == 127 for char in record.getMessage())
 
 
 def set_up_logging(options: LogOptions) -> None:

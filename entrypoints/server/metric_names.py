@@ -1,4 +1,4 @@
-"""Names and bucket edges of the metrics: ours keep vLLM's stems; ``COMPAT`` lists the core series under other prefixes."""
+"""Names and bucket edges of the metrics: ours keep vLLM's stems; ``COMPAT`` has the core series under other names."""
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -5,27 +5,22 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import Depends, Request
 from starlette.responses import Response
 
 from glowplug.core.errors import RequestError
 from glowplug.core.request import SamplingParams
-from glowplug.entrypoints.server import prompts, responses
+from glowplug.entrypoints.server import prompts
 from glowplug.entrypoints.server.answers import DONE, EventStream, event, json_response, unless_gone
-from glowplug.entrypoints.server.body import body_of, body_schema
+from glowplug.entrypoints.server.body import body_of
 from glowplug.entrypoints.server.context import Context, get_context
 from glowplug.entrypoints.server.jobs import Job
 from glowplug.entrypoints.server.native_text import NativeOutputs
 from glowplug.entrypoints.server.protocol.native import GenerateRequest, NativeSampling
-from glowplug.entrypoints.server.protocol.responses import Generated
 from glowplug.entrypoints.server.requests import make_job, request_id, warnings
 from glowplug.entrypoints.server.sampling import native_params
 
-router = APIRouter(tags=["native"])
 
-
-@router.api_route("/generate", methods=["POST", "PUT"], responses=responses.of(Generated, stream=True),
-                  openapi_extra=body_schema(GenerateRequest), summary="Generate")
 async def generate(request: Request, body: Annotated[GenerateRequest, Depends(body_of(GenerateRequest))],
                    context: Annotated[Context, Depends(get_context)]) -> Response:
     sampling = _sampling(body)

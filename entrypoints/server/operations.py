@@ -6,29 +6,25 @@ from contextlib import aclosing
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Depends
+from fastapi import Depends
 from starlette.responses import Response
 
 from glowplug import __version__
 from glowplug.core.errors import RequestError
 from glowplug.core.request import SamplingParams
-from glowplug.entrypoints.server import responses
 from glowplug.entrypoints.server.answers import json_response
-from glowplug.entrypoints.server.body import body_of, body_schema
+from glowplug.entrypoints.server.body import body_of
 from glowplug.entrypoints.server.context import Context, get_context
 from glowplug.entrypoints.server.errors import Unavailable
 from glowplug.entrypoints.server.jobs import Job
 from glowplug.entrypoints.server.protocol.native import AbortRequest, ProfileRequest
-from glowplug.entrypoints.server.protocol.responses import Done, Status
 
-router = APIRouter(tags=["operations"])
 Server = Annotated[Context, Depends(get_context)]
 
 PROBE_SECONDS = 20.0  #: most time the one-token probe may take
 FLUSH_SECONDS = 10.0
 
 
-@router.get("/health", responses=responses.of(Status))
 async def health(context: Server) -> Response:
     """Liveness: 200 while the engine is heard from, and while it loads; 503 when it is dead or silent."""
     if not context.client.healthy():
@@ -36,7 +32,6 @@ async def health(context: Server) -> Response:
     return json_response({"status": "draining" if context.draining else context.client.state})
 
 
-@router.get("/ready", responses=responses.of(Status))
 async def ready(context: Server) -> Response:
     """Can it take work? 503 while it loads, drains, or is not healthy."""
     context.require_ready()
@@ -45,7 +40,6 @@ async def ready(context: Server) -> Response:
     return json_response({"status": "ready"})
 
 
-@router.get("/health_generate", responses=responses.of(Status))
 async def health_generate(context: Server) -> Response:
     """Generates one token. A busy engine that is heard from proves itself already, so then nothing is added."""
     context.require_ready()
@@ -65,20 +59,16 @@ async def _probe(context: Context) -> None:
             pass
 
 
-@router.get("/metrics", responses={200: {"content": {"text/plain": {}}, "description": "Prometheus text format."}})
 async def metrics(context: Server) -> Response:
     if not context.metrics.enabled:
         raise RequestError("metrics are switched off (metrics.enabled)", status=404, code="metrics_off")
     return Response(context.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-@router.get("/version", responses=responses.of(Status))
 async def version() -> Response:
-    return json_response({"version": __version__, "status": "ok"})
+    return json_response({"version": __version__})
 
 
-@router.get("/get_model_info", responses=responses.of(Status))
-@router.get("/model_info", responses=responses.of(Status))
 async def model_info(context: Server) -> Response:
     """The model and its limits."""
     facts = context.plan.facts.model
@@ -89,8 +79,6 @@ async def model_info(context: Server) -> Response:
         "quantization": facts.quant_method, "status": context.client.state})
 
 
-@router.get("/get_server_info", responses=responses.of(Status))
-@router.get("/server_info", responses=responses.of(Status))
 async def server_info(context: Server) -> Response:
     """The plan as it was decided, and the engine's latest statistics."""
     plan = context.plan
@@ -113,7 +101,6 @@ def _shown(field: str, value: Any) -> Any:
     return "[hidden]" if "key" in field or text.startswith(("/", "~")) else text
 
 
-@router.api_route("/flush_cache", methods=["GET", "POST"], responses=responses.of(Done))
 async def flush_cache(context: Server) -> Response:
     """Drop the prefix cache. 400 while sequences run."""
     async with asyncio.timeout(FLUSH_SECONDS):
@@ -121,7 +108,6 @@ async def flush_cache(context: Server) -> Response:
     return json_response({"success": True, "message": "the prefix cache is empty"})
 
 
-@router.post("/abort_request", responses=responses.of(Done), openapi_extra=body_schema(AbortRequest))
 async def abort_request(body: Annotated[AbortRequest, Depends(body_of(AbortRequest))], context: Server) -> Response:
     """End a request by its id, or all. Unknown and finished ids are no error."""
     if body.abort_all:
@@ -133,8 +119,6 @@ async def abort_request(body: Annotated[AbortRequest, Depends(body_of(AbortReque
     return json_response({"success": True, "message": "aborted"})
 
 
-@router.api_route("/start_profile", methods=["GET", "POST"], responses=responses.of(Done),
-                  openapi_extra=body_schema(ProfileRequest, required=False))
 async def start_profile(body: Annotated[ProfileRequest, Depends(body_of(ProfileRequest, optional=True))],
                         context: Server) -> Response:
     """Record a trace under a label (never a path) in the configured folder."""
@@ -143,7 +127,6 @@ async def start_profile(body: Annotated[ProfileRequest, Depends(body_of(ProfileR
     return json_response({"success": True, "message": f"profiling {body.label}"})
 
 
-@router.api_route("/stop_profile", methods=["GET", "POST"], responses=responses.of(Done))
 async def stop_profile(context: Server) -> Response:
     await context.client.control("profile_stop")
     return json_response({"success": True, "message": "the trace is written"})

@@ -52,7 +52,8 @@ def _of_ids(ids: list[int]) -> Prompt:
     return Prompt(ids)
 
 
-async def of_native(context: Context, text: str | list[str] | None, ids: list[int] | list[list[int]] | None) -> list[Prompt]:
+async def of_native(context: Context, text: str | list[str] | None,
+                    ids: list[int] | list[list[int]] | None) -> list[Prompt]:
     """One of ``text`` and ``input_ids``, single or a list."""
     if (text is None) == (ids is None):
         raise RequestError("give either text or input_ids", param="text")
@@ -79,7 +80,7 @@ async def of_chat(context: Context, request: ChatRequest) -> Prompt:
 async def render(context: Context, messages: Sequence[Message], arguments: Mapping[str, Any], *,
                  add_generation_prompt: bool = True, continue_final_message: bool = False,
                  add_special_tokens: bool = False) -> Prompt:
-    """Chat template, then token ids; both in the thread pool. RequestError for what is not text or cannot be rendered."""
+    """Chat template, then token ids, both in the thread pool. RequestError for what is not text or does not render."""
     plain = [_plain(message, i) for i, message in enumerate(messages)]
     context.texts.check_bytes([str(part) for message in plain for part in message.values()])
     tokenizer = context.texts.tokenizer
@@ -120,7 +121,8 @@ def _text(message: Message, where: str) -> str | None:
         return content
     for part in content:
         if part.type != "text":
-            raise RequestError(f"content of type {part.type[:64]!r} is refused: this model takes text only", param=where)
+            raise RequestError(f"content of type {part.type[:64]!r} is refused: this model takes text only",
+                               param=where)
         if part.text is None:
             raise RequestError("a content part of type text needs text", param=where)
     return "".join(part.text or "" for part in content)

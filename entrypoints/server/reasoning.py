@@ -33,7 +33,8 @@ class Split:
         """``text`` as content through the parsers from ``start`` on."""
         pieces = [Piece("content", text)]
         for parser in self._parsers[start:]:
-            pieces = [out for piece in pieces for out in (parser.feed(piece.text) if piece.kind == "content" else [piece])]
+            pieces = [out for piece in pieces
+                      for out in (parser.feed(piece.text) if piece.kind == "content" else [piece])]
         return pieces
 
     def _flush(self) -> list[Piece]:

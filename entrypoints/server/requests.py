@@ -36,7 +36,8 @@ def timeout(request: Request, context: Context) -> float:
     except ValueError:
         asked = math.nan
     if not 0 < asked <= MAX_TIMEOUT:
-        raise RequestError(f"X-Request-Timeout must be seconds between 0 and {MAX_TIMEOUT:.0f}", param="X-Request-Timeout")
+        raise RequestError(f"X-Request-Timeout must be seconds between 0 and {MAX_TIMEOUT:.0f}",
+                           param="X-Request-Timeout")
     return min(asked, limit) if limit else asked
 
 

@@ -50,7 +50,7 @@ def main(plan: EnginePlan, plugins: PluginSet) -> int:
         return 1
     with listener:
         tokenizer = open_tokenizer(plan, plugins)
-        parsers: list[OutputParserFactory] = [plugins.build(choice, plan, Worker()) for choice in plan.choices_in("outputs")]
+        parsers = [plugins.build(choice, plan, Worker()) for choice in plan.choices_in("outputs")]
 
         async def serve() -> int:
             client = EngineClient(plan, tokenizer, eos_ids(plan, tokenizer))
@@ -63,7 +63,8 @@ def main(plan: EnginePlan, plugins: PluginSet) -> int:
 
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket. OSError when the port is taken or the address is not ours."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -154,7 +155,8 @@ class Server:
     async def _drain(self) -> int:
         """Running work finishes, up to the limit; what is left then ends with finish reason "abort"."""
         limit = self._context.options.drain_timeout
-        logger.info("draining %d requests, at most %.0f s; a second signal exits at once", self._context.jobs.running, limit)
+        logger.info("draining %d requests, at most %.0f s; a second signal exits at once",
+                    self._context.jobs.running, limit)
         if self._client.state != "starting" and not await self._client.drain(limit):
             await self._client.abort_all()
         await self._context.jobs.wait_idle(LAST_WORDS)

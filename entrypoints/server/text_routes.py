@@ -3,23 +3,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends
+from fastapi import Depends
 from starlette.responses import Response
 
 from glowplug.core.errors import RequestError
-from glowplug.entrypoints.server import prompts, responses
+from glowplug.entrypoints.server import prompts
 from glowplug.entrypoints.server.answers import json_response
-from glowplug.entrypoints.server.body import body_of, body_schema
+from glowplug.entrypoints.server.body import body_of
 from glowplug.entrypoints.server.context import Context, get_context
 from glowplug.entrypoints.server.protocol.native import DetokenizeRequest, TokenizeRequest
-from glowplug.entrypoints.server.protocol.responses import Detokenized, ModelCard, ModelList, Tokenized
 
-router = APIRouter()
 Server = Annotated[Context, Depends(get_context)]
 
 
-@router.post("/tokenize", responses=responses.of(Tokenized), openapi_extra=body_schema(TokenizeRequest), tags=["text"])
-@router.post("/v1/tokenize", responses=responses.of(Tokenized), openapi_extra=body_schema(TokenizeRequest), tags=["text"])
 async def tokenize(body: Annotated[TokenizeRequest, Depends(body_of(TokenizeRequest))], context: Server) -> Response:
     """Token ids of a prompt or of a rendered conversation."""
     context.check_model(body.model)
@@ -41,11 +37,8 @@ async def _tokens(context: Context, body: TokenizeRequest) -> list[int]:
     return (await context.texts.encode([body.prompt or ""], special))[0]
 
 
-@router.post("/detokenize", responses=responses.of(Detokenized), openapi_extra=body_schema(DetokenizeRequest),
-             tags=["text"])
-@router.post("/v1/detokenize", responses=responses.of(Detokenized), openapi_extra=body_schema(DetokenizeRequest),
-             tags=["text"])
-async def detokenize(body: Annotated[DetokenizeRequest, Depends(body_of(DetokenizeRequest))], context: Server) -> Response:
+async def detokenize(body: Annotated[DetokenizeRequest, Depends(body_of(DetokenizeRequest))],
+                     context: Server) -> Response:
     """The text of token ids."""
     context.check_model(body.model)
     vocab = context.plan.facts.model.vocab_size
@@ -56,13 +49,11 @@ async def detokenize(body: Annotated[DetokenizeRequest, Depends(body_of(Detokeni
     return json_response({"prompt": text, "text": text})
 
 
-@router.get("/v1/models", responses=responses.of(ModelList), tags=["OpenAI"])
 async def models(context: Server) -> Response:
     """The one model that is served."""
     return json_response({"object": "list", "data": [_card(context)]})
 
 
-@router.get("/v1/models/{model:path}", responses=responses.of(ModelCard), tags=["OpenAI"])
 async def model(model: str, context: Server) -> Response:
     context.check_model(model)
     return json_response(_card(context))

@@ -83,7 +83,8 @@ class FakeExecutor:
 
     def __init__(self, *, step_seconds: float = 0.0, rows: int = 256, queue_limit: int = 1024,
                  load_seconds: float = 0.0) -> None:
-        self.step_seconds, self.rows, self.queue_limit, self.load_seconds = step_seconds, rows, queue_limit, load_seconds
+        self.step_seconds, self.load_seconds = step_seconds, load_seconds
+        self.rows, self.queue_limit = rows, queue_limit
         self.frames: queue.Queue[bytes] = queue.Queue()
         self.inbox: queue.Queue[bytes | None] = queue.Queue()
         self.running: dict[int, Running] = {}
@@ -179,8 +180,9 @@ class FakeExecutor:
         text = prompt.rpartition("say:")[2] if "say:" in prompt else TEXT
         tokens = [*text.encode(), EOS] if not submit.params.ignore_eos else list(text.encode()) * 4096
         now = time.monotonic()
-        self.waiting[submit.id] = Running(submit, tokens, fail_at=2 if "fail:nan" in prompt else -1,
-                                          hang="hang:" in prompt, deadline=now + submit.timeout if submit.timeout else 0.0)
+        self.waiting[submit.id] = Running(
+            submit, tokens, fail_at=2 if "fail:nan" in prompt else -1, hang="hang:" in prompt,
+            deadline=now + submit.timeout if submit.timeout else 0.0)
 
     def _step(self) -> StepOutput:
         output = StepOutput(ids=[], tokens=[], counts=[], logprobs=[], prompt_logprobs=[], admitted=[], finished=[])
@@ -202,8 +204,8 @@ class FakeExecutor:
         if sequence.hang:
             return
         if sequence.at == sequence.fail_at:
-            output.finished.append(self._end(id, Finished(
-                id, "error", error="NaN in the logits, see /var/log/engine.log at 0x7f12345678", error_code="nan_logits")))
+            error = "NaN in the logits, see /var/log/engine.log at 0x7f12345678"
+            output.finished.append(self._end(id, Finished(id, "error", error=error, error_code="nan_logits")))
             return
         token = sequence.tokens[sequence.at]
         if sequence.at == 0 and params.prompt_logprobs is not None:

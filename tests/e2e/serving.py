@@ -20,7 +20,8 @@ from tests.e2e.fake_engine import FakeExecutor, make_plan, make_tokenizer
 class Served:
     """``url`` answers while the ``with`` lasts. ``exit_code`` is there once the server has ended."""
 
-    def __init__(self, executor: FakeExecutor, parsers: Sequence[OutputParserFactory], plan: Any, tokenizer: Any) -> None:
+    def __init__(self, executor: FakeExecutor, parsers: Sequence[OutputParserFactory], plan: Any,
+                 tokenizer: Any) -> None:
         self.executor, self.exit_code = executor, -1
         self._parsers, self._plan, self._tokenizer = parsers, plan, tokenizer
         self._listener = bind("127.0.0.1", 0)
@@ -64,7 +65,7 @@ class Served:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             text = httpx.get(self.url + "/metrics").text
-            if gauge(text, "num_requests_running") == gauge(text, "num_requests_waiting") == gauge(text, "kv_used_tokens") == 0:
+            if not any(gauge(text, name) for name in ("num_requests_running", "num_requests_waiting", "kv_used_tokens")):
                 return
             time.sleep(0.02)
         raise AssertionError("sequences were still held")

@@ -32,7 +32,7 @@ class Message(Body):
 class ChatRequest(SamplingFields):
     messages: Annotated[list[Message], Field(min_length=1, max_length=16384)] | None = Field(
         None, description="the conversation; required unless input_ids is given")
-    input_ids: TokenIds | None = Field(None, description="an already rendered and tokenised prompt, in place of messages")
+    input_ids: TokenIds | None = Field(None, description="a rendered and tokenised prompt, in place of messages")
     max_completion_tokens: MaxTokens | None = None
     max_tokens: MaxTokens | None = Field(None, description="older name of max_completion_tokens")
     logprobs: Bool | None = False

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, RootModel
 
 
 class ErrorDetail(BaseModel):
@@ -143,3 +143,34 @@ class Status(BaseModel):
 class Done(BaseModel):
     success: bool
     message: str
+
+
+class AnyGenerated(RootModel[Generated | list[Generated]]):
+    """One object for one sequence, a list for several."""
+
+
+class Version(BaseModel):
+    version: str
+
+
+class ModelInfo(BaseModel):
+    model_path: str
+    tokenizer_path: str
+    is_generation: bool
+    served_model_name: str
+    architecture: str
+    vocab_size: int
+    context_length: int
+    dtype: str
+    quantization: str
+    status: str
+
+
+class ServerInfo(BaseModel):
+    version: str
+    status: str
+    model: str
+    sizes: dict[str, int]
+    choices: dict[str, str]
+    decisions: list[dict[str, Any]]
+    stats: dict[str, Any]
