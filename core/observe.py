@@ -10,7 +10,7 @@ from glowplug.core.messages import StepOutput
 
 
 class StepObserver(Protocol):
-    """What the hook ``step_observers`` returns. It runs on the loop's thread: microseconds only, and it must not raise."""
+    """What the hook ``step_observers`` returns. It runs on the loop's thread: microseconds only; it must not raise."""
 
     def step(self, batch: Batch, output: StepOutput) -> None:
         """``batch`` was committed and yielded ``output``. Both belong to the engine: read, do not keep."""

@@ -18,8 +18,9 @@ from glowplug.core.offers import Mode
 from glowplug.core.request import SamplingParams
 from glowplug.core.rows import SequenceTable
 
-MASK = (1 << 63) - 1
+MASK = (1 << 64) - 1
 START = 0x51ED270B
+GOLDEN, MIX, STIR = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # constants of splitmix64
 POISON = -7
 
 
@@ -29,8 +30,15 @@ class CacheFault(AssertionError):
 
 def extend(prefix_hash: int, token: int) -> int:
     """Hash of a prefix and one more token."""
-    value = (prefix_hash ^ (token + 0x9E3779B97F4A7C15)) * 0xBF58476D1CE4E5B9 & MASK
-    return (value ^ (value >> 29)) * 0x94D049BB133111EB & MASK
+    value = (prefix_hash ^ (token + GOLDEN)) * MIX & MASK
+    return (value ^ (value >> 29)) * STIR & MASK
+
+
+def extend_all(prefix_hashes: NDArray[np.uint64], tokens: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The same for many at once."""
+    value = (prefix_hashes ^ (tokens + np.uint64(GOLDEN))) * np.uint64(MIX)
+    mixed: NDArray[np.uint64] = (value ^ (value >> np.uint64(29))) * np.uint64(STIR)
+    return mixed
 
 
 def next_token(prefix_hash: int, vocab: int) -> int:
@@ -95,7 +103,8 @@ class FakeModel:
                  seed: int = 0, bad: tuple[int, int] | None = None) -> None:
         self.table, self.vocab, self.width, self.hit, self.bad = table, vocab, width, hit, bad
         slots = num_pages * table.page_size
-        self.tokens, self.positions, self.states = (np.full(slots, POISON, np.int64) for _ in range(3))
+        self.tokens, self.positions = np.full(slots, POISON, np.int64), np.full(slots, POISON, np.int64)
+        self.states = np.zeros(slots, np.uint64)
         self.rows: dict[int, RowState] = {}
         self.computed = 0  #: tokens of all steps
         self._random = random.Random(seed)
@@ -103,7 +112,8 @@ class FakeModel:
 
     def poison(self, pages: NDArray[np.int32]) -> None:
         slots = (pages[:, None] * self.table.page_size + np.arange(self.table.page_size)).ravel()
-        self.tokens[slots] = self.positions[slots] = self.states[slots] = POISON
+        self.tokens[slots] = self.positions[slots] = POISON
+        self.states[slots] = 0
 
     def launch(self, batch: Batch) -> StepResult:
         self._check_shape(batch)
@@ -205,7 +215,7 @@ class FakeModel:
 
     def _slots(self, batch: Batch, i: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         size = self.table.page_size
-        pages = batch.pages[i, positions // size].astype(np.int64)
+        pages: NDArray[np.int64] = batch.pages[i, positions // size].astype(np.int64)
         self._require(bool((pages > 0).all()), f"row {int(batch.rows[i])} has no page for a position it needs")
         return pages * size + positions % size
 
@@ -216,11 +226,11 @@ class FakeModel:
         slots = self._slots(batch, i, np.arange(count, dtype=np.int64))
         self._require(bool((self.positions[slots] == np.arange(count)).all()),
                       f"row {int(batch.rows[i])} reads entries that are not its own: {self.positions[slots].tolist()}")
-        state = START
-        for token, stored in zip(self.tokens[slots].tolist(), self.states[slots].tolist(), strict=True):
-            state = extend(state, token)
-            self._require(state == stored, f"row {int(batch.rows[i])} reads an entry of another prefix")
-        return state
+        states = self.states[slots]
+        before = np.concatenate([np.array([START], np.uint64), states[:-1]])
+        self._require(bool((extend_all(before, self.tokens[slots].astype(np.uint64)) == states).all()),
+                      f"row {int(batch.rows[i])} reads an entry of another prefix")
+        return int(states[-1])
 
     def _write(self, batch: Batch, i: int, position: int, token: int, state: int) -> None:
         slot = int(self._slots(batch, i, np.array([position], np.int64))[0])
@@ -236,7 +246,7 @@ class FakeModel:
         for name in ("epochs", "query_lens", "kv_lens", "samples", "pages"):
             self._require(len(getattr(batch, name)) == rows, f"{name} has another length than rows")
         self._require(bool((batch.query_lens > 0).all()), "a row computes nothing")
-        self._require(bool((batch.query_lens[: batch.num_decodes] == self.width).all()), "decoding rows lead, full width")
+        self._require(bool((batch.query_lens[: batch.num_decodes] == self.width).all()), "a decoding row of odd width")
         self._require(bool((self.table.epoch[batch.rows] == batch.epochs).all()), "an epoch is not the row's")
         decode = Mode.DECODE if self.width == 1 else Mode.VERIFY
         expected = decode if batch.num_decodes == rows else Mode.PREFILL

@@ -1,6 +1,7 @@
 """A plan without a model, for tests of parts that read only ``plan.sizes``."""
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from glowplug.core.facts import Facts, HardwareFacts, ModelFacts, SoftwareFacts
@@ -11,10 +12,9 @@ VOCAB = 997
 
 def sizes(**changes: Any) -> Sizes:
     """Small sizes: context 64, 8 rows, chunks of 16, pages of 4, a pool for everyone at once."""
-    values: dict[str, Any] = dict(context_length=64, max_running=8, max_queued=64, max_step_tokens=48, chunk_size=16,
-                                  page_size=4, num_pages=8 * 16 + 1, kv_bytes=0, width=1)
-    values.update(changes)
-    return Sizes(**values)
+    small = Sizes(context_length=64, max_running=8, max_queued=64, max_step_tokens=48, chunk_size=16, page_size=4,
+                  num_pages=8 * 16 + 1, kv_bytes=0, width=1)
+    return replace(small, **changes)
 
 
 def bare_plan(**changes: Any) -> EnginePlan:

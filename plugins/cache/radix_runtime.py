@@ -92,7 +92,7 @@ class RadixCache:
             unneeded += [evicted, pages[depth + keep :]]
             if keep:
                 start, end = depth * self.page_size, (depth + keep) * self.page_size
-                node = self._add(node, np.array(tokens[start:end], np.int32), np.array(pages[depth : depth + keep], np.int32))
+                node = self._add(node, tokens[start:end], pages[depth : depth + keep])
         self._offer(node)
         self._prune(root)
         return np.concatenate(unneeded)
@@ -195,7 +195,7 @@ class RadixCache:
         return upper
 
     def _add(self, parent: Node, tokens: Ints, pages: Ints) -> Node:
-        node = Node(tokens, pages, parent, parent.salt, used=self._clock)
+        node = Node(np.array(tokens, np.int32), np.array(pages, np.int32), parent, parent.salt, used=self._clock)
         parent.children[self._key(node)] = node
         self._nodes += 1
         self._held += len(pages)

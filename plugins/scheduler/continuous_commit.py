@@ -1,4 +1,4 @@
-"""Committing a step of the continuous scheduler: append tokens, find who is done, report. Numpy over all rows at once."""
+"""Committing a step of the continuous scheduler: append tokens, find who is done, report. Numpy over all rows."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -40,9 +40,7 @@ def append(rows: Rows, batch: Batch, result: StepResult) -> Committed:
     What a row accepted beyond its first stop id or its limit is dropped too. Rows are not released here.
     """
     table = rows.table
-    at = np.flatnonzero((table.epoch[batch.rows] == batch.epochs) & batch.samples)
-    members = batch.rows[at]
-    tokens, given, bad = result.tokens[at], result.counts[at].astype(np.int32, copy=False), result.bad[at]
+    at, members, (tokens, given, bad) = _live(rows, batch, result)
     length, limit = table.length[members], table.max_length[members]
     counts = np.minimum(given, limit - length)
     if bad.any():
@@ -52,21 +50,34 @@ def append(rows: Rows, batch: Batch, result: StepResult) -> Committed:
     after = length + counts
     table.length[members] = after
     rows.pending[members] -= 1
-    _reconcile(rows, batch, at, members, given)
+    if tokens.shape[1] > 1:
+        _reconcile(rows, batch, at, members, given)
     done = (stop_ids >= 0) | (after >= limit) | bad
     return Committed(at, members, tokens, counts, given, stop_ids, bad, done)
+
+
+def _live(rows: Rows, batch: Batch, result: StepResult) -> tuple[
+        NDArray[np.int64], Ints, tuple[NDArray[np.int64], Ints, NDArray[np.bool_]]]:
+    """Places, rows and results of the rows that sampled and are still whose they were."""
+    counts = result.counts.astype(np.int32, copy=False)
+    live = (rows.table.epoch[batch.rows] == batch.epochs) & batch.samples
+    if live.all():
+        return np.arange(len(live)), batch.rows, (result.tokens, counts, result.bad)
+    at = np.flatnonzero(live)
+    return at, batch.rows[at], (result.tokens[at], counts[at], result.bad[at])
 
 
 def _stops(rows: Rows, members: Ints, tokens: NDArray[np.int64], counts: Ints,
            length: Ints) -> tuple[NDArray[np.int64], Ints]:
     """The stop id each row met (-1: none), and the counts cut behind it."""
-    hits = (tokens[:, :, None] == rows.stops[members][:, None, :]).any(axis=2)
+    matches = tokens.astype(np.int32)[:, :, None] == rows.stops[members][:, None, :]
+    found = np.full(len(members), -1, np.int64)
+    if not rows.many_stops and not matches.any():
+        return found, counts
+    hits = matches.any(axis=2)
     for row, stop_ids in rows.many_stops.items():
         for i in np.flatnonzero(members == row):
             hits[i] = [token in stop_ids for token in tokens[i].tolist()]
-    found = np.full(len(members), -1, np.int64)
-    if not hits.any():
-        return found, counts
     places = np.arange(tokens.shape[1])
     hits &= places < counts[:, None]
     hits &= length[:, None] + places + 1 >= rows.min_length[members][:, None]
@@ -90,8 +101,6 @@ def _write(rows: Rows, members: Ints, tokens: NDArray[np.int64], counts: Ints, l
 def _reconcile(rows: Rows, batch: Batch, at: NDArray[np.int64], members: Ints, given: Ints) -> None:
     """A decoding row launched ``width`` tokens; those the device did not accept are launched again."""
     decodes = int(np.searchsorted(at, batch.num_decodes))
-    if not decodes:
-        return
     refused = batch.query_lens[at[:decodes]] - given[:decodes]
     if refused.any():
         rows.table.launched[members[:decodes]] -= refused
@@ -99,14 +108,13 @@ def _reconcile(rows: Rows, batch: Batch, at: NDArray[np.int64], members: Ints, g
 
 def report(rows: Rows, done: Committed, result: StepResult, output: StepOutput) -> None:
     """Write tokens and log-probabilities of the step into ``output``. Call before rows are released."""
-    some = np.flatnonzero(done.counts > 0)
-    members, counts = done.rows[some], done.counts[some]
-    output.ids = rows.ids[members].tolist()
-    if (counts == 1).all():
-        output.tokens = done.tokens[some, 0].tolist()
+    if (done.counts == 1).all():
+        output.ids, output.tokens = rows.ids[done.rows].tolist(), done.tokens[:, 0].tolist()
     else:
-        kept = np.arange(done.tokens.shape[1]) < counts[:, None]
-        output.tokens, output.counts = done.tokens[some][kept].tolist(), counts.tolist()
+        some = np.flatnonzero(done.counts > 0)
+        kept = np.arange(done.tokens.shape[1]) < done.counts[:, None]
+        output.ids, output.counts = rows.ids[done.rows[some]].tolist(), done.counts[some].tolist()
+        output.tokens = done.tokens[kept].tolist()
     if result.logprobs is not None:
         _report_logprobs(rows, done, result, output)
 
@@ -155,6 +163,6 @@ class PromptScores:
             end = min(len(part.token), prompt_len - part.start)
             self._sent[id] = max(self._sent.get(id, 0), part.start + end)
             if skip < end:
-                k = rows.running[part.row].params.prompt_logprobs or 0
-                output.prompt_logprobs.append((id, Logprobs(
-                    part.token[skip:end].tolist(), part.top_ids[skip:end, :k].tolist(), part.top[skip:end, :k].tolist())))
+                k, new = rows.running[part.row].params.prompt_logprobs or 0, slice(skip, end)
+                values = Logprobs(part.token[new].tolist(), part.top_ids[new, :k].tolist(), part.top[new, :k].tolist())
+                output.prompt_logprobs.append((id, values))

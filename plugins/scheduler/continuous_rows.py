@@ -58,7 +58,7 @@ class Rows:
     # ---- membership -------------------------------------------------------------------------------------------------
 
     def join(self, sequence: Sequence, match: PrefixMatch, fresh: Ints, context: int) -> int:
-        """Give ``sequence`` a row on the locked ``match`` and the ``fresh`` pages. Its prefill starts after the match."""
+        """Give ``sequence`` a row on the locked ``match`` and ``fresh`` pages. Its prefill starts after the match."""
         table = self.table
         row = table.join(sequence)
         table.max_length[row] = min(sequence.max_length, context)
@@ -135,10 +135,11 @@ class Rows:
 
     # ---- pages ------------------------------------------------------------------------------------------------------
 
-    def lacking(self, rows: Ints, lengths: Ints) -> Ints:
-        """int32 [len(rows)] pages each row lacks to hold ``lengths`` tokens; never negative."""
-        size = self.table.page_size
-        return np.maximum((lengths + (size - 1)) // size - self.table.num_pages[rows], 0)
+    def lacking(self, rows: Ints, lengths: Ints) -> tuple[Ints, Ints]:
+        """The rows that have too few pages for ``lengths`` tokens, and how many they lack."""
+        size, held = self.table.page_size, self.table.num_pages[rows]
+        short = np.flatnonzero(lengths > held * np.int32(size))
+        return rows[short], -(-lengths[short] // size) - held[short]
 
     def grow(self, rows: Ints, counts: Ints, fresh: Ints) -> None:
         """Append ``counts[i]`` of the ``fresh`` pages to ``rows[i]``."""

@@ -99,7 +99,7 @@ class Continuous:
             size = self.sizes.page_size
             raise RequestError(
                 f"prompt and output need {stored} tokens of KV cache ({needed} pages of {size}); the pool holds "
-                f"{self.pages.total * size} ({self.pages.total} pages): ask for fewer max_tokens, or give memory.kv_tokens",
+                f"{self.pages.total * size} ({self.pages.total} pages): ask for fewer max_tokens",
                 code="kv_too_small", param="max_tokens")
 
     def _row_of(self, id: int) -> int | None:
@@ -173,16 +173,15 @@ class Continuous:
         preempted = False
         while True:
             members = batches.launchable(self.rows)
-            lacking = self.rows.lacking(members, batches.needed_tokens(self.rows, members, self.sizes.width))
-            short = np.flatnonzero(lacking)
+            short, counts = self.rows.lacking(
+                members, batches.needed_tokens(self.rows, members, self.sizes.width))
             if not len(short):
                 return members, preempted
-            counts = lacking[short]
             wanted = int(counts.sum())
             if self.rows.make_free(wanted):
                 fresh = self.pages.take(wanted)
                 assert fresh is not None
-                self.rows.grow(members[short], counts, fresh)
+                self.rows.grow(short, counts, fresh)
                 return members, preempted
             if self._inflight:
                 return None
@@ -239,6 +238,8 @@ class Continuous:
 
     def _publish(self, batch: Batch, done: commits.Committed) -> None:
         """Share the prompts that this step completed. Rows that end with it are published by their release."""
+        if batch.num_decodes == batch.num_rows:
+            return
         first = int(np.searchsorted(done.at, batch.num_decodes))
         for i in range(first, len(done.at)):
             if not done.done[i]:

@@ -28,7 +28,7 @@ class Fcfs:
 
 
 class Priority:
-    """By priority number, smallest first, and within one by the queue's order. The least important, newest gives way."""
+    """By priority number, smallest first, then by the queue's order. The least important gives way, newest first."""
 
     def __init__(self, options: PriorityOptions, plan: EnginePlan, worker: Worker) -> None:
         pass
@@ -55,7 +55,8 @@ class LongestPrefix:
         if not waiting:
             return []
         last = max(sequence.arrival for sequence in waiting)
-        waited, patient = [], []
+        waited: list[Sequence] = []
+        patient: list[Sequence] = []
         for sequence in waiting:
             is_due = sequence.preemptions > 0 or last - sequence.arrival > self.patience
             (waited if is_due else patient).append(sequence)

@@ -1,0 +1,61 @@
+"""Conformance suite of the ``policy`` slot. Subclass it and define ``make``."""
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import SchedulingPolicy
+from glowplug.core.request import Sequence
+from glowplug.core.testing.drive import sequence
+from glowplug.core.testing.plans import bare_plan
+
+
+def some(rng: random.Random, count: int) -> list[Sequence]:
+    """Waiting or running sequences in the order of their arrival, some of them preempted before."""
+    made = [sequence(i, [i + 1] * rng.randrange(1, 9), arrival=i * rng.random() * 4, priority=rng.randrange(-2, 3))
+            for i in range(count)]
+    for one in made:
+        one.preemptions = rng.choice([0, 0, 0, 1])
+    return made
+
+
+class PolicySuite:
+    """Tests that every scheduling policy must pass: it orders, it does not lose or invent, it is pure."""
+
+    def make(self, plan: EnginePlan) -> SchedulingPolicy:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def policy(self) -> SchedulingPolicy:
+        return self.make(bare_plan())
+
+    @pytest.mark.parametrize("seed", range(10))
+    def test_order_is_a_permutation(self, policy: SchedulingPolicy, seed: int) -> None:
+        rng = random.Random(seed)
+        waiting = some(rng, rng.randrange(0, 30))
+        cached = {one.id: rng.randrange(5) for one in waiting}
+        before = list(waiting)
+        ordered = policy.order(waiting, cached)
+        assert sorted(one.id for one in ordered) == sorted(one.id for one in waiting)
+        assert waiting == before, "the argument was changed"
+        assert ordered is not waiting
+        assert [one.id for one in policy.order(waiting, cached)] == [one.id for one in ordered], "it is not pure"
+
+    @pytest.mark.parametrize("seed", range(10))
+    def test_victim_is_one_of_the_running(self, policy: SchedulingPolicy, seed: int) -> None:
+        rng = random.Random(seed)
+        running = some(rng, rng.randrange(1, 30))
+        victim = policy.victim(running)
+        assert any(victim is one for one in running)
+        assert policy.victim(running) is victim, "it is not pure"
+
+    def test_a_victim_does_not_come_straight_back_first(self, policy: SchedulingPolicy) -> None:
+        """Of equals the one that came last gives way, so that the first always gets through."""
+        running = [sequence(i, [1, 2, 3], arrival=float(i)) for i in range(5)]
+        assert policy.victim(running).id == 4
+
+    def test_equals_keep_the_queues_order(self, policy: SchedulingPolicy) -> None:
+        waiting = [sequence(i, [1, 2, 3], arrival=1.0) for i in range(9)]
+        assert [one.id for one in policy.order(waiting, dict.fromkeys(range(9), 0))] == list(range(9))

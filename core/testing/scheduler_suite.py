@@ -1,0 +1,337 @@
+"""Conformance suite of the ``scheduler`` slot. Subclass it in your own tests and define ``make``.
+
+    class TestMine(SchedulerSuite):
+        def make(self, plan, clock):
+            return MyScheduler(MyOptions(), plan, Worker())
+
+Everything runs on the fake model, which checks each cache slot that a step reads; expected outputs do not depend on
+the schedule. ``cache`` and ``policy`` may be overridden to run with real ones.
+"""
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from glowplug.core.errors import QueueFull, RequestError
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import PrefixCache, Scheduler, SchedulingPolicy
+from glowplug.core.request import Sequence
+from glowplug.core.testing.drive import Drive, sequence
+from glowplug.core.testing.fake_model import reference
+from glowplug.core.testing.plans import VOCAB, bare_plan
+from glowplug.core.testing.simple import FirstCome, KeepsNothing
+
+SEEDS = range(3)
+
+
+class Clock:
+    """Seconds that move only when told."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def prompt(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+class SchedulerSuite:
+    """Tests that every scheduler must pass."""
+
+    def make(self, plan: EnginePlan, clock: Callable[[], float]) -> Scheduler:
+        """A scheduler that has not been bound. ``clock`` is to be used for deadlines and queue times."""
+        raise NotImplementedError
+
+    def cache(self, plan: EnginePlan) -> PrefixCache:
+        return KeepsNothing()
+
+    def policy(self, plan: EnginePlan) -> SchedulingPolicy:
+        return FirstCome()
+
+    # ---- helpers ----------------------------------------------------------------------------------------------------
+
+    def drive(self, clock: Callable[[], float] = Clock(), depth: int = 1, seed: int = 0,  # noqa: B008
+              bad: tuple[int, int] | None = None, **sizes: Any) -> Drive:
+        plan = bare_plan(**sizes)
+        return Drive(self.make(plan, clock), plan, self.cache(plan), self.policy(plan), depth=depth, seed=seed, bad=bad)
+
+    def expect(self, drive: Drive, sequences: list[Sequence]) -> None:
+        """Every sequence has ended as the reference says."""
+        for one in sequences:
+            tokens, reason = reference(one.prompt.tolist(), one.params, one.stop_ids, vocab=VOCAB,
+                                       context=drive.plan.sizes.context_length)
+            seen = drive.seen[one.id]
+            assert seen.tokens == tokens, f"sequence {one.id} yields other tokens"
+            assert seen.finished is not None and seen.finished.reason == reason
+
+    def run(self, drive: Drive, sequences: list[Sequence]) -> None:
+        for one in sequences:
+            drive.add(one)
+        drive.run()
+        self.expect(drive, sequences)
+
+    # ---- outputs ----------------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("depth", [0, 1, 2])
+    @pytest.mark.parametrize("length", [1, 3, 4, 5, 16, 17, 40, 62, 63])
+    def test_one_sequence(self, length: int, depth: int) -> None:
+        one = sequence(1, prompt(random.Random(length), length), max_tokens=12)
+        self.run(self.drive(depth=depth), [one])
+
+    @pytest.mark.parametrize("depth", [0, 1, 2])
+    @pytest.mark.parametrize("seed", SEEDS)
+    def test_many_sequences(self, seed: int, depth: int) -> None:
+        rng = random.Random(seed)
+        sequences = [sequence(i, prompt(rng, rng.randrange(1, 50)), max_tokens=rng.randrange(1, 14), arrival=float(i))
+                     for i in range(20)]
+        drive = self.drive(depth=depth)
+        self.run(drive, sequences)
+        assert len(drive.batches) < sum(len(one.prompt) + len(drive.seen[one.id].tokens) for one in sequences)
+        assert any(batch.num_decodes > 1 for batch in drive.batches), "nothing was ever batched"
+
+    @pytest.mark.parametrize("width", [2, 3, 5])
+    @pytest.mark.parametrize("seed", SEEDS)
+    def test_speculation(self, seed: int, width: int) -> None:
+        """Rows accept a random number of tokens a step; outputs stay what they are."""
+        rng = random.Random(seed)
+        stops = frozenset(rng.sample(range(VOCAB), 60))
+        sequences = [sequence(i, prompt(rng, rng.randrange(1, 40)), max_tokens=rng.randrange(1, 24), logprobs=1,
+                              stop_ids=stops if i % 2 else frozenset()) for i in range(8)]
+        drive = self.drive(width=width, seed=seed)
+        self.run(drive, sequences)
+        for one in sequences:
+            assert len(drive.seen[one.id].logprobs) == len(drive.seen[one.id].tokens)
+        stats = drive.scheduler.load()
+        assert 0 < stats.accepted_tokens < stats.drafted_tokens
+
+    def test_stop_id_is_kept_and_ends(self) -> None:
+        ids = prompt(random.Random(3), 9)
+        full, _ = reference(ids, sequence(0, ids).params, frozenset(), vocab=VOCAB, context=64)
+        one, early = sequence(1, ids, stop_ids=frozenset({full[4]})), sequence(2, ids, max_tokens=5)
+        drive = self.drive()
+        self.run(drive, [one, early])
+        assert drive.seen[1].tokens == full[:5]
+        finished = drive.seen[1].finished
+        assert finished is not None and finished.stop_id == full[4]
+
+    def test_min_tokens_holds_stops_back(self) -> None:
+        ids = prompt(random.Random(3), 9)
+        full, _ = reference(ids, sequence(0, ids).params, frozenset(), vocab=VOCAB, context=64)
+        drive = self.drive()
+        one = sequence(1, ids, stop_ids=frozenset({full[2], full[6]}), min_tokens=4)
+        self.run(drive, [one])
+        assert drive.seen[1].tokens == full[:7]
+
+    def test_many_stop_ids(self) -> None:
+        rng = random.Random(5)
+        sequences = [sequence(i, prompt(rng, 5), max_tokens=40, stop_ids=frozenset(rng.sample(range(VOCAB), 100)))
+                     for i in range(6)]
+        drive = self.drive()
+        self.run(drive, sequences)
+        ends = {seen.finished.reason for seen in drive.seen.values() if seen.finished is not None}
+        assert "stop" in ends
+
+    def test_the_context_is_a_limit(self) -> None:
+        drive = self.drive(context_length=32)
+        self.run(drive, [sequence(1, prompt(random.Random(1), 20), max_tokens=500)])
+        assert len(drive.seen[1].tokens) == 12
+
+    def test_logprobs_go_with_tokens(self) -> None:
+        rng = random.Random(8)
+        sequences = [sequence(i, prompt(rng, 10), logprobs=i % 3 - 1 if i % 3 else None) for i in range(9)]
+        drive = self.drive()
+        self.run(drive, sequences)
+        for one in sequences:
+            wanted = len(drive.seen[one.id].tokens) if one.params.logprobs is not None else 0
+            assert len(drive.seen[one.id].logprobs) == wanted
+
+    def test_prompt_logprobs_are_whole_and_never_from_the_cache(self) -> None:
+        ids = prompt(random.Random(2), 30)
+        drive = self.drive()
+        self.run(drive, [sequence(1, ids)])
+        self.run(drive, [sequence(2, ids, prompt_logprobs=1), sequence(3, ids, prompt_logprobs=0)])
+        assert len(drive.seen[2].prompt_logprobs) == 29
+        assert drive.seen[2].prompt_logprobs == drive.seen[3].prompt_logprobs
+        assert drive.seen[1].prompt_logprobs == []
+
+    # ---- refusals ---------------------------------------------------------------------------------------------------
+
+    def test_a_prompt_as_long_as_the_context_is_refused(self) -> None:
+        drive = self.drive(context_length=32)
+        with pytest.raises(RequestError) as caught:
+            drive.add(sequence(1, [1] * 32))
+        assert caught.value.code == "context_length_exceeded" and caught.value.status == 400
+        assert "32" in str(caught.value)
+        self.run(drive, [sequence(2, [1] * 31)])
+
+    def test_a_sequence_larger_than_the_pool_is_refused(self) -> None:
+        drive = self.drive(num_pages=6)  # 5 pages of 4
+        with pytest.raises(RequestError) as caught:
+            drive.add(sequence(1, [1] * 10, max_tokens=12))
+        assert caught.value.code == "kv_too_small" and "20" in str(caught.value)
+        self.run(drive, [sequence(2, [1] * 10, max_tokens=11)])
+
+    def test_the_queue_is_bounded(self) -> None:
+        drive = self.drive(max_running=2, max_queued=3)
+        sequences = [sequence(i, [i + 1] * 5) for i in range(5)]
+        for one in sequences:
+            drive.add(one)
+        with pytest.raises(QueueFull) as caught:
+            drive.add(sequence(9, [1]))
+        assert caught.value.status == 429 and caught.value.retry_after >= 1
+        drive.run()
+        self.expect(drive, sequences)
+        self.run(drive, [sequence(10, [1])])
+
+    # ---- ends from outside ------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("steps", range(9))
+    @pytest.mark.parametrize("reason", ["abort", "stop"])
+    def test_abort_at_any_moment(self, steps: int, reason: str) -> None:
+        """Queued, prefilling (three chunks), decoding, in flight: pages come back, the others do not notice."""
+        rng = random.Random(steps)
+        drive = self.drive(max_running=2)
+        sequences = [sequence(i, prompt(rng, 40), max_tokens=6) for i in range(4)]
+        for one in sequences:
+            drive.add(one)
+        for _ in range(steps):
+            drive.step()
+        output = drive.abort(0, 3, reason=reason)
+        assert output is not None and [end.id for end in output.finished] == [0, 3]
+        assert {end.reason for end in output.finished} == {reason}
+        drive.run()
+        self.expect(drive, sequences[1:3])
+
+    def test_abort_of_the_unknown_is_nothing(self) -> None:
+        drive = self.drive()
+        assert drive.abort(5, 6) is None
+        self.run(drive, [sequence(1, [1, 2, 3])])
+        assert drive.abort(1) is None
+
+    def test_a_bad_row_costs_only_itself(self) -> None:
+        rng = random.Random(0)
+        drive = self.drive(bad=(2, 3))
+        sequences = [sequence(i, prompt(rng, 12)) for i in range(4)]
+        for one in sequences:
+            drive.add(one)
+        drive.run()
+        finished = drive.seen[2].finished
+        assert finished is not None and (finished.reason, finished.error_code) == ("error", "nan_logits")
+        assert len(drive.seen[2].tokens) == 2
+        self.expect(drive, [sequences[0], sequences[1], sequences[3]])
+
+    def test_deadlines(self) -> None:
+        clock = Clock()
+        drive = self.drive(clock=clock, max_running=1)
+        free = sequence(1, [1] * 5, max_tokens=40, arrival=clock.now)
+        queued = sequence(2, [2] * 5, arrival=clock.now, queue_timeout=5.0)
+        total = sequence(3, [3] * 5, arrival=clock.now, timeout=9.0)
+        for one in (free, queued, total):
+            drive.add(one)
+        drive.step()
+        clock.now += 6
+        drive.step()
+        self.ended(drive, 2, "timeout")
+        assert drive.seen[3].finished is None
+        clock.now += 6
+        drive.run()
+        self.ended(drive, 3, "timeout")
+        self.expect(drive, [free])
+
+    def test_a_running_sequence_meets_its_deadline(self) -> None:
+        clock = Clock()
+        drive = self.drive(clock=clock)
+        drive.add(sequence(1, [1] * 5, max_tokens=40, arrival=clock.now, timeout=5.0, queue_timeout=1.0))
+        for _ in range(4):
+            drive.step()
+        clock.now += 2
+        drive.step()
+        assert drive.seen[1].finished is None, "the queue timeout does not bind a sequence that runs"
+        clock.now += 4
+        drive.run()
+        self.ended(drive, 1, "timeout")
+        assert drive.seen[1].tokens
+
+    @staticmethod
+    def ended(drive: Drive, id: int, reason: str) -> None:
+        finished = drive.seen[id].finished
+        assert finished is not None and finished.reason == reason and finished.error
+
+    def test_admission_is_reported_once_with_its_wait(self) -> None:
+        clock = Clock()
+        drive = self.drive(clock=clock, max_running=1)
+        for i in range(2):
+            drive.add(sequence(i, [i + 1] * 5, arrival=clock.now))
+        drive.step()
+        clock.now += 3
+        drive.run()
+        waits = [seen.admitted.queued for seen in drive.seen.values() if seen.admitted is not None]
+        assert sorted(waits) == [0.0, 3.0]
+
+    # ---- memory pressure --------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("width", [1, 3])
+    @pytest.mark.parametrize("depth", [0, 1])
+    @pytest.mark.parametrize("seed", SEEDS)
+    def test_a_tiny_pool_changes_nothing(self, seed: int, depth: int, width: int) -> None:
+        """Pages for little more than one sequence: everybody finishes, with the outputs of a roomy run."""
+        rng = random.Random(seed)
+        heads = [prompt(rng, 24) for _ in range(2)]
+        sequences = [sequence(i, rng.choice(heads)[: rng.randrange(1, 24)] + prompt(rng, rng.randrange(0, 8)),
+                              max_tokens=rng.randrange(1, 30), arrival=float(i), priority=rng.randrange(3))
+                     for i in range(12)]
+        drive = self.drive(depth=depth, width=width, seed=seed, num_pages=17 + rng.randrange(1, 6))
+        self.run(drive, sequences)
+
+    def test_memory_pressure_preempts(self) -> None:
+        drive = self.drive(num_pages=17, max_running=8)
+        self.run(drive, [sequence(i, [i + 1] * 6, max_tokens=40, arrival=float(i)) for i in range(8)])
+        assert drive.scheduler.load().preemptions > 0
+
+    # ---- the prefix cache -------------------------------------------------------------------------------------------
+
+    def test_a_finished_prompt_is_reused(self) -> None:
+        ids = prompt(random.Random(1), 40)
+        drive = self.drive()
+        if not drive.cache.shares:
+            pytest.skip("this cache shares nothing")
+        self.run(drive, [sequence(1, ids, max_tokens=9)])
+        before = drive.model.computed
+        self.run(drive, [sequence(2, ids, max_tokens=1), sequence(3, ids + drive.seen[1].tokens, max_tokens=1)])
+        admitted = [drive.seen[i].admitted for i in (2, 3)]
+        cached = [one.cached_tokens for one in admitted if one is not None]
+        assert cached == [36, 48], "whole pages, and at least one token left to compute"
+        assert drive.model.computed - before == 4 + 1
+
+    def test_a_salt_separates(self) -> None:
+        ids = prompt(random.Random(1), 40)
+        drive = self.drive()
+        self.run(drive, [sequence(1, ids, salt="a")])
+        self.run(drive, [sequence(2, ids, salt="b")])
+        admitted = drive.seen[2].admitted
+        assert admitted is not None and admitted.cached_tokens == 0
+
+    def test_flush(self) -> None:
+        drive = self.drive()
+        drive.add(sequence(1, [7] * 20))
+        drive.step()
+        assert not drive.scheduler.flush(), "not while something runs"
+        drive.run()
+        assert drive.scheduler.flush()
+        assert drive.pages.free == drive.pages.total
+        self.run(drive, [sequence(2, [7] * 20)])
+
+    def test_statistics_add_up(self) -> None:
+        rng = random.Random(4)
+        drive = self.drive()
+        sequences = [sequence(i, prompt(rng, 10), max_tokens=7) for i in range(5)]
+        self.run(drive, sequences)
+        stats = drive.scheduler.load()
+        assert (stats.prompt_tokens, stats.output_tokens, stats.finished) == (50, 35, 5)
+        assert stats.steps == len(drive.batches) and stats.pages_total == drive.pages.total
