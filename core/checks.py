@@ -6,6 +6,7 @@ check skips what is not chosen yet.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
@@ -29,7 +30,7 @@ from glowplug.core.offers import (
     SpeculativeOffers,
     WeightOffers,
 )
-from glowplug.core.slots import BY_NAME, Slot
+from glowplug.core.slots import BY_NAME, SLOTS, Slot
 
 Check = Callable[[Draft], Iterator[Refusal]]
 CHECKS: list[tuple[frozenset[str], Check]] = []
@@ -134,9 +135,9 @@ def check_architecture(draft: Draft) -> Iterator[Refusal]:
     for chosen in draft.chosen["model"]:
         assert isinstance(chosen.offers, ModelOffers)
         if draft.facts.model.architecture not in chosen.offers.architectures:
-            yield refuse(draft, "model", chosen, f"{chosen.name} builds {_list(chosen.offers.architectures)}, the model "
-                         f"is {draft.facts.model.architecture}", "a model of one of these architectures, or a plugin "
-                         "that registers this one")
+            yield refuse(draft, "model", chosen, f"{chosen.name} builds {_list(chosen.offers.architectures)}, the "
+                         f"model is {draft.facts.model.architecture}",
+                         "a model of one of these architectures, or a plugin that registers this one")
 
 
 @reads("weights")
@@ -240,7 +241,8 @@ def check_width(draft: Draft) -> Iterator[Refusal]:
     if most and width > most:
         yield refuse(draft, "attention", chosen, f"{chosen.name} takes {most} query tokens a row in decode, the "
                      f"speculative algorithm computes {width}",
-                     instead(draft, "attention", lambda o: not o.max_width or o.max_width >= width, "draft fewer tokens"))
+                     instead(draft, "attention", lambda o: not o.max_width or o.max_width >= width,
+                             "draft fewer tokens"))
     if speculative.offers.tree and not chosen.offers.tree:
         yield refuse(draft, "attention", chosen, f"{chosen.name} reads causal chains only, the drafted tokens form a "
                      "tree", instead(draft, "attention", lambda o: o.tree, "draft a chain (topk = 1)"))
@@ -260,18 +262,28 @@ def needed_modes(draft: Draft) -> frozenset[Mode]:
     return frozenset(modes)
 
 
-@reads("model", "attention", "quantization", "parallel", "collectives", "speculative", "graphs", "sampling", "ops")
+def _runs(modes: list[Mode], offers: Offers) -> bool:
+    return all(offers.modes.get(mode, Capture.NO) >= Capture.EAGER for mode in modes)
+
+
+def _leaves_alone(modes: list[Mode], offers: GraphOffers) -> bool:
+    return not offers.captures & set(modes)
+
+
+STEP_PATH = tuple(slot.name for slot in SLOTS if slot.step)
+
+
+@reads(*STEP_PATH)
 def check_modes(draft: Draft) -> Iterator[Refusal]:
     needed = needed_modes(draft)
     for slot, chosen in draft.step_path():
         missing = [mode for mode in needed if chosen.offers.modes.get(mode, Capture.NO) < Capture.EAGER]
         if missing:
             yield refuse(draft, slot.name, chosen, f"{chosen.name} cannot run in {_list(missing)} steps, which this "
-                         "combination needs", instead(draft, slot.name, lambda o, m=missing: all(
-                             o.modes.get(mode, Capture.NO) >= Capture.EAGER for mode in m), "another combination"))
+                         "combination needs", instead(draft, slot.name, partial(_runs, missing), "another combination"))
 
 
-@reads("model", "attention", "quantization", "parallel", "collectives", "speculative", "graphs", "sampling", "ops")
+@reads(*STEP_PATH)
 def check_capture(draft: Draft) -> Iterator[Refusal]:
     runner = draft.first("graphs")
     if runner is None or not isinstance(runner.offers, GraphOffers):
@@ -284,21 +296,21 @@ def check_capture(draft: Draft) -> Iterator[Refusal]:
         if loose:
             yield refuse(draft, slot.name, chosen, f"{chosen.name} syncs with the host or allocates in {_list(loose)}, "
                          "so these steps cannot be captured",
-                         instead(draft, "graphs", lambda o, m=loose: not o.captures & set(m), 'graphs.use = "auto"'),
+                         instead(draft, "graphs", partial(_leaves_alone, loose), 'graphs.use = "auto"'),
                          field="graphs.use")
 
 
-@reads("model", "attention", "quantization", "parallel", "collectives", "speculative", "graphs", "sampling", "ops")
+@reads(*STEP_PATH)
 def check_overlap(draft: Draft) -> Iterator[Refusal]:
     if not (draft.config.scheduler.overlap and draft.written("scheduler.overlap")):
         return  # by default the plan turns it off itself, and says so
     for slot, chosen in draft.step_path():
         if not chosen.offers.overlap:
-            yield refuse(draft, slot.name, chosen, f"{chosen.name} waits for the device within a step, so steps cannot "
-                         "overlap", "scheduler.overlap = false, or leave it out", field="scheduler.overlap")
+            yield refuse(draft, slot.name, chosen, f"{chosen.name} waits for the device within a step, so steps "
+                         "cannot overlap", "scheduler.overlap = false, or leave it out", field="scheduler.overlap")
 
 
-# ---- speculation, parallelism, executor, policy -----------------------------------------------------------------------
+# ---- speculation, parallelism, executor, policy ---------------------------------------------------------------------
 
 
 @reads("speculative", "model")

@@ -30,7 +30,7 @@ def choose(draft: Draft) -> None:
     _overlap(draft)
 
 
-# ---- device and dtype -------------------------------------------------------------------------------------------------
+# ---- device and dtype -----------------------------------------------------------------------------------------------
 
 
 def _device(draft: Draft) -> None:
@@ -61,7 +61,8 @@ def _any_offers(draft: Draft, slot: Slot, device: str) -> bool:
 
 
 def _dtype(draft: Draft) -> None:
-    asked, checkpoint = draft.config.dtype, draft.facts.model.dtype
+    asked: str = draft.config.dtype
+    checkpoint = draft.facts.model.dtype
     if asked != "auto":
         by, why = draft.source("dtype") or ("default", "")
     elif draft.values["device"] == "cpu":
@@ -79,7 +80,7 @@ def _dtype(draft: Draft) -> None:
     draft.decide("attention.kv_dtype", draft.values["kv_dtype"], *source)
 
 
-# ---- components -------------------------------------------------------------------------------------------------------
+# ---- components -----------------------------------------------------------------------------------------------------
 
 
 def _model(draft: Draft) -> None:
@@ -147,7 +148,7 @@ def _pick(draft: Draft, slot: Slot) -> None:
     """The first candidate of an ``auto`` slot that no check refuses."""
     asked = draft.config.section(slot)[0]
     given = asked.model_dump(mode="json", include=asked.model_fields_set - {"use"})
-    before = {slot_refusal for slot_refusal in run_checks(draft, slot.name)}
+    before = set(run_checks(draft, slot.name))
     failed: list[tuple[str, Refusal]] = []
     for found in draft.plugins.components(slot.name):
         options = found.component.options.model_validate({**given, "use": found.component.name})
@@ -177,8 +178,8 @@ def own_check(draft: Draft, slot: Slot, component: Component, chosen: Chosen) ->
     try:
         return [Refusal(r.by, r.field, r.reason, r.fix, origin) for r in component.check(draft.context(chosen.options))]
     except Exception as error:
-        return [Refusal(chosen.name, slot.section or slot.name, f"its check failed with {type(error).__name__}: {error}",
-                        f"report it to {origin}; choose another component meanwhile", origin)]
+        return [Refusal(chosen.name, slot.section or slot.name,
+                        f"its check failed with {type(error).__name__}: {error}", f"report it to {origin}; choose another component meanwhile", origin)]
 
 
 def _why(found: Registration, failed: list[tuple[str, Refusal]]) -> str:
@@ -201,7 +202,7 @@ def _nothing_fits(slot: Slot, failed: list[tuple[str, Refusal]]) -> Refusal:
                    + "; ".join(refusal.reason for _, refusal in failed), best.fix, best.origin)
 
 
-# ---- numbers that checks read -----------------------------------------------------------------------------------------
+# ---- numbers that checks read ---------------------------------------------------------------------------------------
 
 
 def _numbers(draft: Draft) -> None:

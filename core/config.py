@@ -54,14 +54,14 @@ class EngineConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="compute dtype")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
     seed: int = Field(0, ge=0, lt=1 << 63, description="of requests without a seed of their own, and random weights")
-    context_length: int | None = Field(None, ge=1, description="longest sequence; None: the model's, if memory holds it")
+    context_length: int | None = Field(None, ge=1, description="longest sequence; None: the model's if it fits")
     skip_tokenizer: bool = Field(False, description="token ids in and out only")
     revision: str | None = Field(None, description="accepted; models are read where they are, nothing is downloaded")
     trust_remote_code: bool = Field(False, description="accepted; code from a model folder is never run")
-    memory: MemoryOptions = Field(default_factory=MemoryOptions)
-    server: ServerOptions = Field(default_factory=ServerOptions)
-    log: LogOptions = Field(default_factory=LogOptions)
-    metrics: MetricsOptions = Field(default_factory=MetricsOptions)
+    memory: MemoryOptions = MemoryOptions.model_validate({})
+    server: ServerOptions = ServerOptions.model_validate({})
+    log: LogOptions = LogOptions.model_validate({})
+    metrics: MetricsOptions = MetricsOptions.model_validate({})
 
     if TYPE_CHECKING:  # the sections that config_class() adds, by their bases
         attention: AttentionOptions
@@ -122,8 +122,8 @@ def auto_options(slot: Slot) -> type[Options]:
     """Options of ``use = "auto"``: the fields that every component of the slot has."""
     if slot.name not in _AUTO:
         base = OPTION_BASES.get(slot.name, Options)
-        name = f"Auto{slot.name.capitalize()}Options"
-        made: Any = create_model(name, __base__=base, use=(Literal["auto"], "auto"))
+        use: Any = (Literal["auto"], "auto")
+        made: Any = create_model(f"Auto{slot.name.capitalize()}Options", __base__=base, use=use)
         _AUTO[slot.name] = made
     return _AUTO[slot.name]
 
@@ -276,9 +276,16 @@ def _drop(data: dict[str, Any], path: Sequence[str | int]) -> None:
     if isinstance(holder, list):
         holder[int(path[-1])] = None
     elif len(path) == 1 and path[0] in _SINGLE:
-        holder[path[0]] = {"use": "auto"}
+        holder[path[0]] = _as_auto(str(path[0]), holder[path[0]])
     else:
         holder.pop(path[-1], None)
+
+
+def _as_auto(section: str, value: Any) -> dict[str, Any]:
+    """A section whose ``use`` is unknown, as ``auto``: the options that every component has are still checked."""
+    common = auto_options(next(slot for slot in SLOTS if slot.section == section)).model_fields
+    kept = value if isinstance(value, dict) else {}
+    return {**{key: item for key, item in kept.items() if key in common}, "use": "auto"}
 
 
 def _compact(data: dict[str, Any]) -> None:

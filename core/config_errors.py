@@ -66,6 +66,7 @@ def explain(problem: ErrorDetails, data: Mapping[str, Any], plugins: PluginSet, 
         return Explained(_unknown_use(slot, path[:-1], name, plugins, where), path[:-1], slot.name, name)
     if slot is not None and kind == "union_tag_invalid":
         name = str(problem.get("ctx", {}).get("tag", ""))
+        where = place(dotted((*path, "use")), origins)
         return Explained(_unknown_use(slot, path, name, plugins, where), path, slot.name, name)
     if kind == "extra_forbidden":
         return Explained(_unknown_key(path, slot, data, plugins, model, where), path)
@@ -88,7 +89,7 @@ def _names(slot: Slot, plugins: PluginSet) -> str:
 
 def _unknown_use(slot: Slot, path: tuple[str | int, ...], name: str, plugins: PluginSet, where: str) -> Refusal:
     names = [found.component.name for found in plugins.components(slot.name)]
-    close = difflib.get_close_matches(name.lower(), names, 1, 0.6)
+    close = difflib.get_close_matches(name.lower(), names, 1, 0.6) or [n for n in names if name and name.lower() in n]
     field = (*path, "use")
     reason = f"no component named {name!r} is registered (registered: {_names(slot, plugins)})"
     if close:

@@ -79,7 +79,7 @@ def _variables(value: Any, path: str, layer: Layer) -> Any:
     return os.environ[name]
 
 
-# ---- dotted paths -----------------------------------------------------------------------------------------------------
+# ---- dotted paths ---------------------------------------------------------------------------------------------------
 
 
 def set_path(data: dict[str, Any], path: str, value: Any) -> None:

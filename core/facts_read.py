@@ -96,11 +96,11 @@ def normalise(config: dict[str, Any]) -> dict[str, Any]:
         if theta is not None:
             config.setdefault("rope_theta", theta)
         config["rope_scaling"] = config.get("rope_scaling") or scaling
-    scaling = config.get("rope_scaling") or None
-    if isinstance(scaling, dict):
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
-        scaling = None if kind == "default" else {**scaling, "type": kind, "rope_type": kind}
-    config["rope_scaling"] = scaling
+    stated = config.get("rope_scaling") or None
+    if isinstance(stated, dict):
+        kind = stated.get("rope_type", stated.get("type", "default"))
+        stated = None if kind == "default" else {**stated, "type": kind, "rope_type": kind}
+    config["rope_scaling"] = stated
     dtype = str(config.pop("dtype", None) or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     config["torch_dtype"] = dtype
     _fill_gate(config)

@@ -8,7 +8,9 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -124,11 +126,21 @@ def read_sheet(name: str) -> HardwareFacts:
     path = SHEETS / f"{name}.json"
     if not path.is_file():
         path = Path(name).expanduser()
+    example = "write the fields of HardwareFacts; core/sheets holds examples"
     try:
-        return msgspec.json.decode(path.read_bytes(), type=HardwareFacts)
+        raw = path.read_bytes()
+        sheet = msgspec.json.decode(raw, type=HardwareFacts)
+        unknown = _unknown_keys(msgspec.json.decode(raw))
     except OSError as error:
         raise FactsError(f"facts sheet {name!r} could not be read: {error.strerror}",
                          f"write a file, or one of {', '.join(sheet_names())}") from None
     except msgspec.DecodeError as error:
-        raise FactsError(f"facts sheet {path} is not valid: {error}",
-                         "write the fields of HardwareFacts; core/sheets holds examples") from None
+        raise FactsError(f"facts sheet {path} is not valid: {error}", example) from None
+    if unknown:
+        raise FactsError(f"facts sheet {path}: unknown key {unknown[0]!r}", example)
+    return sheet
+
+
+def _unknown_keys(sheet: dict[str, Any]) -> list[str]:
+    known, card = {f.name for f in fields(HardwareFacts)}, {f.name for f in fields(DeviceFacts)}
+    return sorted({*(set(sheet) - known), *(key for device in sheet.get("devices", ()) for key in set(device) - card)})

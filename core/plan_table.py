@@ -21,7 +21,8 @@ def render(plan: EnginePlan, width: int | None = None) -> str:
     if model.n_routed_experts:
         kind += f", {model.n_routed_experts} experts"
     ranks = f"{plan.ranks} rank" + ("s" if plan.ranks > 1 else "")
-    head = f"{plan.model}: {kind}; {ranks} on {plan.facts.hardware.name} ({plan.device}), fingerprint {plan.fingerprint}"
+    where = f"{ranks} on {plan.facts.hardware.name} ({plan.device})"
+    head = f"{plan.model}: {kind}; {where}; fingerprint {plan.fingerprint}"
     return "\n".join([*textwrap.wrap(head, width), *table([HEADER, *rows(plan)], width)])
 
 

@@ -188,9 +188,10 @@ def load_plugins(extra: Sequence[str] = (), block: Sequence[str] = (), *, defaul
     """Load built-ins, then entry points, then ``extra`` dotted modules, leaving out the names in ``block``.
 
     Raises PluginLoadError, naming plugin, distribution and version, when one fails to load, takes longer than
-    ``timeout`` seconds, implements an unknown hook or claims a taken name; and for a name in ``block`` that is not here.
+    ``timeout`` seconds, implements an unknown hook or claims a taken name; and for a name in ``block`` that is not
+    here.
     """
-    sources = [PluginSource(name, name) for name in _existing(defaults)]
+    sources = [PluginSource(name, name) for name in defaults]
     sources += _entry_points() if entry_points else []
     sources += [PluginSource(name, name, *_distribution_of(name)) for name in extra]
     names = [source.name for source in sources]
@@ -217,12 +218,6 @@ def load_plugins_for(plan: EnginePlan) -> PluginSet:
                               f"(fingerprint {plugins.fingerprint}, plan {plan.fingerprint}): "
                               + ", ".join(source.label for source in plugins.sources if source.distribution != BUILT_IN))
     return plugins
-
-
-def _existing(names: Sequence[str]) -> list[str]:
-    # NOTE: only while the built-ins are being written; removed before the first release.
-    import importlib.util
-    return [name for name in names if importlib.util.find_spec(name) is not None]
 
 
 def _entry_points() -> list[PluginSource]:

@@ -49,9 +49,9 @@ def plan(config: Mapping[str, Any], *, source: str = "the configuration", lines:
     facts = Facts(reading.facts, hardware or this_machine(), software) if reading is not None else None
     defaults = _contributions(plugins, facts, contributed or {})
     parsed = parse(config, plugins, plugins.config_model, defaults, places)
-    unread = [refusal for refusal in refusals if refusal.field != "model" or not _about_model(parsed.refusals)]
     if facts is None or reading is None:
-        raise ConfigError([*unread, *parsed.refusals], source)
+        found = _unique([*refusals, *parsed.refusals])
+        raise ConfigError(found, source) if prior or parsed.refusals else PlanRefused(found, source)
     draft = Draft(plugins, parsed, facts, reading.elements)
     draft.decisions += [*notes, *_remarks(draft)]
     choose(draft)
@@ -65,7 +65,7 @@ def plan(config: Mapping[str, Any], *, source: str = "the configuration", lines:
     return _freeze(draft, *sized)
 
 
-# ---- facts ------------------------------------------------------------------------------------------------------------
+# ---- facts ----------------------------------------------------------------------------------------------------------
 
 
 def _read_model(name: object, plugins: PluginSet, refusals: list[Refusal]) -> ModelReading | None:
@@ -80,10 +80,6 @@ def _read_model(name: object, plugins: PluginSet, refusals: list[Refusal]) -> Mo
     return None
 
 
-def _about_model(refusals: Sequence[Refusal]) -> bool:
-    return any(refusal.field == "model" for refusal in refusals)
-
-
 def _contributions(plugins: PluginSet, facts: Facts | None, own: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     """Contributed defaults by path with who contributes them; later plugins win, the caller's own over all."""
     found: dict[str, tuple[Any, str]] = {}
@@ -93,7 +89,7 @@ def _contributions(plugins: PluginSet, facts: Facts | None, own: Mapping[str, An
     return found | {path: (value, "entry point") for path, value in own.items()}
 
 
-# ---- remarks and refusals -----------------------------------------------------------------------------------------------
+# ---- remarks and refusals -------------------------------------------------------------------------------------------
 
 
 def _remarks(draft: Draft) -> list[Decision]:
@@ -143,7 +139,7 @@ def _complete(draft: Draft) -> bool:
     return filled and (draft.values["device"] == "cpu" or bool(draft.facts.hardware.devices))
 
 
-# ---- freeze -----------------------------------------------------------------------------------------------------------
+# ---- freeze ---------------------------------------------------------------------------------------------------------
 
 
 def _freeze(draft: Draft, sizes: Sizes, budget: tuple[BudgetLine, ...]) -> EnginePlan:

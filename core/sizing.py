@@ -17,6 +17,7 @@ from glowplug.core.plan import BudgetLine, Sizes
 GIB = 1 << 30
 CPU_SHARE = 0.7  #: of the memory, so that the machine stays usable
 CPU_KV_CAP = 4 * GIB  #: a CPU plan takes no more for the KV cache unless told to
+KV_SPARE = 4  #: times what sequences in flight can use at most, for the prefix cache
 CUDA_RUNTIME = GIB + GIB // 2  #: CUDA context, libraries' workspaces, fragmentation of the allocator
 CUDA_RESERVE = 0.02  #: of the device, left free
 DEFAULTS = {  #: device -> (sequences in flight, prompt tokens a step, tokens a page)
@@ -57,7 +58,7 @@ def size(draft: Draft) -> tuple[Sizes, tuple[BudgetLine, ...]] | None:
     return sizes, (*fixed, kv)
 
 
-# ---- counts -----------------------------------------------------------------------------------------------------------
+# ---- counts ---------------------------------------------------------------------------------------------------------
 
 
 def _rows(draft: Draft, device: str) -> int:
@@ -88,7 +89,7 @@ def _given_or(draft: Draft, path: str, given: int | None, otherwise: int, why: s
     return given
 
 
-# ---- bytes ------------------------------------------------------------------------------------------------------------
+# ---- bytes ----------------------------------------------------------------------------------------------------------
 
 
 def _weights(draft: Draft) -> list[BudgetLine]:
@@ -136,7 +137,7 @@ def _workspaces(draft: Draft, rows: int, step_tokens: int, device: str) -> list[
 
 
 def _int(model: ModelFacts, key: str) -> int:
-    value = model.config.get(key)
+    value: object = model.config.get(key)
     return value if isinstance(value, int) else 0
 
 
@@ -179,7 +180,7 @@ def kv_token_bytes(draft: Draft) -> int:
     element = DTYPE_BYTES[draft.values["kv_dtype"]]
     if model.kind == "mla":  # the latent is the same for every head, so every rank holds all of it
         return layers * (model.kv_lora_rank + model.qk_rope_head_dim) * element
-    heads = max(1, -(-model.num_kv_heads // draft.values["mesh"].get("tp", 1)))
+    heads: int = max(1, -(-model.num_kv_heads // draft.values["mesh"].get("tp", 1)))
     return layers * 2 * heads * model.head_dim * element
 
 
@@ -205,26 +206,28 @@ def _pages(draft: Draft, room: Room, page_bytes: int, rows: int, page: int) -> i
 
 
 def _auto_pages(draft: Draft, most: int, page_bytes: int, rows: int, page: int) -> int | None:
-    pages, why = most, "what is left of the memory"
+    """What is left, but no more than the sequences in flight can use (and their prefixes, on a device of its own)."""
+    context = draft.config.context_length or draft.facts.model.max_positions
+    each = -(-(context + draft.values["width"]) // page)
+    limits = {most: "what is left of the memory"}
     if draft.values["device"] == "cpu":
-        context = draft.config.context_length or draft.facts.model.max_positions
-        wanted = rows * -(-(context + draft.values["width"]) // page) + 1
-        cap = max(2, CPU_KV_CAP // page_bytes)
-        pages = min(most, wanted, cap)
-        why = {wanted: f"{rows} sequences of {context} tokens", cap: f"at most {human(CPU_KV_CAP)} on a CPU"}.get(
-            pages, why)
+        limits |= {rows * each + 1: f"{rows} sequences of {context} tokens",
+                   max(2, CPU_KV_CAP // page_bytes): f"at most {human(CPU_KV_CAP)} on a CPU"}
+    else:
+        limits |= {KV_SPARE * rows * each + 1: f"{KV_SPARE} times {rows} sequences of {context} tokens"}
+    pages = min(limits)
     if pages < 2:
         draft.refusals.append(Refusal("size", "model", f"one page of KV cache needs {human(page_bytes)}, "
                                       f"{human(most * page_bytes)} are left", "more memory, or a smaller model"))
         return None
-    draft.decide("kv.tokens", (pages - 1) * page, "size", why)
+    draft.decide("kv.tokens", (pages - 1) * page, "size", limits[pages])
     return pages
 
 
 def _context(draft: Draft, pages: int, page: int, token: int, room: Room) -> int | None:
     """Longest sequence: the operator's, or the model's as far as the KV pool holds it."""
     asked, positions = draft.config.context_length, draft.facts.model.max_positions
-    held = (pages - 1) * page - draft.values["width"]
+    held: int = (pages - 1) * page - draft.values["width"]
     if asked is None:
         context = max(1, min(positions, held))
         why = "the model's" if context == positions else f"what the KV cache holds (the model's is {positions})"
@@ -232,13 +235,13 @@ def _context(draft: Draft, pages: int, page: int, token: int, room: Room) -> int
         return context
     draft.decide("context_length", asked, *(draft.source("context_length") or ("default", "")))
     if asked > positions:
-        draft.refusals.append(Refusal("size", "context_length", f"{asked} is beyond the {positions} positions the model "
-                                      "was made for", f"context_length = {positions}"))
+        draft.refusals.append(Refusal("size", "context_length", f"{asked} is beyond the {positions} positions the "
+                                      "model was made for", f"context_length = {positions}"))
         return None
     if asked > held:
         draft.refusals.append(Refusal(
-            "size", "context_length", f"a sequence of {asked} tokens needs {human((asked + page) * token)} of KV cache, "
-            f"the pool has {human(pages * page * token)} of {room.shown}", f"context_length = {max(1, held)}"))
+            "size", "context_length", f"a sequence of {asked} tokens needs {human((asked + page) * token)} of KV "
+            f"cache, the pool has {human(pages * page * token)} of {room.shown}", f"context_length = {max(1, held)}"))
         return None
     return asked
 

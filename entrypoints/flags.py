@@ -83,7 +83,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--config", metavar="FILE", help="configuration in TOML, YAML or JSON")
     group.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", dest="overrides",
                        help="set any configuration field")
-    group.add_argument("--facts", metavar="SHEET", help=f"plan for another machine: a file, or {', '.join(sheet_names())}")
+    group.add_argument("--facts", metavar="SHEET",
+                       help=f"plan for another machine: a file, or {', '.join(sheet_names())}")
     group.add_argument("--plugin", action="append", default=[], metavar="MODULE", dest="extra_plugins",
                        help="load one more plugin module")
     group.add_argument("--block-plugin", action="append", default=[], metavar="NAME", dest="blocked_plugins",
@@ -138,7 +139,8 @@ def read_command_line(args: argparse.Namespace, plugins: PluginSet | None = None
     return Given(layer, source, plugins, hardware, notes)
 
 
-def command_line_layer(given: Sequence[tuple[Flag, str, Any]], overrides: Sequence[str]) -> tuple[Layer, list[Decision]]:
+def command_line_layer(given: Sequence[tuple[Flag, str, Any]],
+                       overrides: Sequence[str]) -> tuple[Layer, list[Decision]]:
     """Flags in order, then ``--set``, as one layer; flags that have no effect become notes."""
     layer = Layer()
     spelled = {flag.names[0] for flag, _, _ in given}
@@ -175,7 +177,7 @@ def _assign(layer: Layer, path: str, value: Any, shown: str) -> None:
     """Set one field; a second, different value from another flag is a refusal naming both."""
     if path in ("parallel[tensor].size", "parallel[dp_attention].size", "parallel[ep_moe].size") and value == 1:
         return  # NOTE: one rank is what no parallel section means, and published commands write --tp 1
-    path = _resolve_item(layer, path)
+    path = _resolve_item(layer, path, shown)
     before = layer.origins.get(path)
     if before is not None and _get(layer.data, path) != value:
         layer.refusals.append(Refusal("config", path, f"{before} and {shown} contradict each other",
@@ -185,7 +187,7 @@ def _assign(layer: Layer, path: str, value: Any, shown: str) -> None:
     layer.origins[path] = shown
 
 
-def _resolve_item(layer: Layer, path: str) -> str:
+def _resolve_item(layer: Layer, path: str, shown: str) -> str:
     """``parallel[tensor].size`` as ``parallel.0.size``: the list item with that ``use``, added when it is missing."""
     match = _ITEM.fullmatch(path)
     if match is None:
@@ -195,6 +197,8 @@ def _resolve_item(layer: Layer, path: str) -> str:
     at = next((i for i, item in enumerate(items) if item.get("use") == use), len(items))
     if at == len(items):
         items.append({} if use == "*" else {"use": use})
+        if use != "*":
+            layer.origins[f"{section}.{at}.use"] = shown
     return f"{section}.{at}.{key}"
 
 

@@ -83,7 +83,7 @@ def read_yaml(path: Path, text: str) -> Read:
 
 
 def _walk(node: Any, path: str, lines: dict[str, int], twice: list[tuple[str, int]], depth: int) -> None:
-    """Line of every key below ``node``, and the keys written twice. ValueError when it nests too deep (or in itself)."""
+    """Line of every key below ``node``, and the keys written twice. ValueError when it nests too deep."""
     import yaml
 
     if depth > 32 or len(lines) > MAX_KEYS:

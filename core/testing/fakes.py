@@ -38,16 +38,16 @@ TINY_LLAMA: dict[str, Any] = {
 
 def component(slot: str, name: str, offers: Offers, fields: Mapping[str, Any] | None = None, **more: Any) -> Component:
     """A declaration whose factory does not exist: enough for everything before a worker builds it."""
-    use: Any = (Literal[name], name)  # type: ignore[valid-type]
+    use: Any = (Literal[name], name)
     options: Any = create_model(f"{name.title()}Options", __base__=OPTION_BASES.get(slot, Options), use=use,
                                 **dict(fields or {}))
     return Component(name=name, options=options, factory="nowhere:Nothing", offers=offers, summary=f"fake {name}",
                      **more)
 
 
-def write_model(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, tuple[str, tuple[int, ...]]] | None = None,
-                ) -> Path:
-    """A model folder: config.json and, for ``tensors`` (name -> safetensors dtype and shape), a file full of zeros."""
+def write_model(folder: Path, config: Mapping[str, Any],
+                tensors: Mapping[str, tuple[str, tuple[int, ...]]] | None = None) -> Path:
+    """A model folder: config.json and, for ``tensors`` (name -> safetensors dtype, shape), a file full of zeros."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
     if tensors:

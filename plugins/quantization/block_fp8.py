@@ -1,0 +1,51 @@
+"""Block FP8: E4M3 weights in 128x128 blocks, activations quantised a token and 128 channels at a time (DeepSeek-V3)."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field
+
+from glowplug.core.component import CheckContext, Component
+from glowplug.core.errors import Refusal
+from glowplug.core.hookspecs import hookimpl
+from glowplug.core.offers import DEVICES, QuantizationOffers
+from glowplug.core.options import QuantizationOptions
+
+METHOD = "fp8"  #: the checkpoint's ``quant_method``
+
+
+class BlockFp8Options(QuantizationOptions):
+    use: Literal["block_fp8"] = "block_fp8"
+    activations: Literal["auto", "dynamic", "none"] = Field(
+        "auto", description="quantise activations to E4M3 before each product (dynamic) or leave them in the compute "
+                            "dtype (none); auto follows the checkpoint's activation_scheme")
+
+
+def check_block_fp8(context: CheckContext) -> Iterator[Refusal]:
+    """Native checkpoints must hold E4M3 in blocks and ask for dynamic activation scales."""
+    model = context.facts.model
+    if model.quant_method != METHOD:
+        return
+    stated = model.config.get("quantization_config") or {}
+    by = "block_fp8"
+    if model.quant_block is None:
+        yield Refusal(by, "quantization.use", "the checkpoint is FP8 with one scale a tensor (no weight_block_size); "
+                      "block_fp8 reads blocks", "a checkpoint with weight_block_size [128, 128]")
+    if stated.get("fmt", "e4m3") not in {"e4m3", "float8_e4m3fn"}:
+        yield Refusal(by, "quantization.use", f"the checkpoint stores {stated['fmt']}; block_fp8 reads e4m3",
+                      "a checkpoint in e4m3")
+    if stated.get("activation_scheme", "dynamic") != "dynamic" and context.options.activations == "auto":
+        yield Refusal(by, "quantization.activations", "the checkpoint asks for activations of scheme "
+                      f"{stated['activation_scheme']!r}; block_fp8 knows dynamic scales",
+                      'quantization.activations = "dynamic" (or "none")')
+
+
+@hookimpl
+def register_quantization_schemes() -> list[Component]:
+    return [Component(
+        name="block_fp8", options=BlockFp8Options, check=check_block_fp8,
+        factory="glowplug.plugins.quantization.block_fp8_runtime:BlockFp8",
+        offers=QuantizationOffers(reads=frozenset({METHOD}), online=True, block_shape=(128, 128),
+                                  dequantizes=DEVICES),
+        summary="E4M3 weights in 128x128 blocks, native or quantised while loading; dynamic activations")]
