@@ -109,7 +109,7 @@ class _StallGuard:
 
     def __init__(self, scope: Scope, seconds: float) -> None:
         extensions: dict[str, Any] = scope.get("extensions") or {}
-        self._abort = extensions.get("glowplug.abort")
+        self._abort = extensions.get("glowplug.abort", {}).get("call")
         self._seconds = seconds
         self._blocked_since = 0.0
         self._loop = asyncio.get_running_loop()

@@ -21,9 +21,10 @@ logger = logging.getLogger("glowplug.server")
 MAX_MESSAGE = 1000  #: characters of a message that come from outside
 RETRY_AFTER = 5  #: seconds a client should wait while the server starts or drains
 
-_TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
-          404: "not_found_error", 405: "invalid_request_error", 408: "timeout_error", 413: "invalid_request_error", 415: "invalid_request_error",
-          429: "rate_limit_error", 431: "invalid_request_error", 503: "service_unavailable_error", 504: "timeout_error"}
+_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    405: "invalid_request_error", 408: "timeout_error", 413: "invalid_request_error", 415: "invalid_request_error",
+    429: "rate_limit_error", 431: "invalid_request_error", 503: "service_unavailable_error", 504: "timeout_error"}
 _STATUS_BY_CODE = {"queue_full": 429, "queue_timeout": 503, "timeout": 504, "request_timeout": 504,
                    "context_length_exceeded": 400, "kv_too_small": 400, "invalid_request": 400, "nan_logits": 500}
 _PATH = re.compile(r"(?:(?<![\w.])|(?<=\s))/(?:[\w.@+-]+/)+[\w.@+-]*|\b0x[0-9a-fA-F]{6,}\b")

@@ -17,7 +17,7 @@ DISCARD_SECONDS = 30.0  #: how long the rest of a body that was already refused 
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """Adds ``scope["extensions"]["glowplug.abort"]``: closes the connection at once, unsent bytes included."""
+    """Adds ``scope["extensions"]["glowplug.abort"]["call"]``: closes the connection at once, unsent bytes included."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -45,7 +45,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = {"glowplug.abort": self.transport.abort}
+        self.scope["extensions"] = {"glowplug.abort": {"call": self.transport.abort}}
 
     def on_headers_complete(self) -> None:
         self._in_head = False

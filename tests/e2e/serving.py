@@ -65,7 +65,8 @@ class Served:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             text = httpx.get(self.url + "/metrics").text
-            if not any(gauge(text, name) for name in ("num_requests_running", "num_requests_waiting", "kv_used_tokens")):
+            held = [gauge(text, name) for name in ("num_requests_running", "num_requests_waiting", "kv_used_tokens")]
+            if not any(held):
                 return
             time.sleep(0.02)
         raise AssertionError("sequences were still held")

@@ -1,0 +1,127 @@
+"""Keys: every route is closed unless listed, and no spelling of a request opens one (reliability: Host tricks)."""
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from fastapi import APIRouter, FastAPI
+
+from glowplug.core.errors import PluginLoadError, RequestError
+from glowplug.core.options import ServerOptions
+from glowplug.entrypoints.server.auth import Authoriser, leaf_routes, require_guarded
+from glowplug.entrypoints.server.routes import ROUTES
+from tests.e2e.serving import Served, served
+
+KEY, ADMIN = "client-key", "admin-key"
+OPEN = {"/health", "/ready", "/metrics"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served(server={"api_key": KEY, "admin_api_key": ADMIN}) as one:
+        yield one
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def every_call() -> list[tuple[str, str, bool]]:
+    calls = [(method, route.path.replace("{model:path}", "fake"), route.admin)
+             for route in ROUTES for method in route.methods]
+    return [*calls, ("GET", "/openapi.json", False)]
+
+
+def test_the_table_is_all_there_is() -> None:
+    with served() as one:
+        paths = {route.path for route in leaf_routes(one.server._http.config.app)}
+    assert paths == {route.path for route in ROUTES} | {"/openapi.json"}
+
+
+@pytest.mark.parametrize(("method", "path", "admin"), every_call())
+def test_every_route_is_closed_unless_listed(server: Served, method: str, path: str, admin: bool) -> None:
+    url = server.url + path
+    closed = 200 if path in OPEN else 401
+    assert httpx.request(method, url).status_code == closed
+    assert httpx.request(method, url, headers=bearer("wrong")).status_code == closed
+    if admin:
+        assert httpx.request(method, url, headers=bearer(KEY)).status_code == 403
+        assert httpx.request(method, url, headers=bearer(ADMIN)).status_code == 200
+    else:  # past the gate: a body is missing, which is another matter
+        for key in (KEY, ADMIN):
+            assert httpx.request(method, url, headers=bearer(key)).status_code in (200, 415)
+
+
+@pytest.mark.parametrize("value", ["", "Bearer", f"bearer{KEY}", f"Basic {KEY}", f"Bearer {KEY[:-1]}", f"Bearer {KEY} x"])
+def test_near_keys_are_no_keys(server: Served, value: str) -> None:
+    assert httpx.get(server.url + "/v1/models", headers={"Authorization": value}).status_code == 401
+
+
+def test_the_scheme_has_no_case_and_the_error_no_secret(server: Served) -> None:
+    assert httpx.get(server.url + "/v1/models", headers={"authorization": f"bEaReR {KEY}"}).status_code == 200
+    refused = httpx.get(server.url + "/v1/models", headers=bearer("guess"))
+    assert KEY not in refused.text and "guess" not in refused.text
+    assert refused.json()["error"]["type"] == "authentication_error"
+
+
+def raw(server: Served, request: bytes) -> bytes:
+    """The first bytes of the answer to ``request``, byte for byte as written."""
+    with socket.create_connection((server.host, server.port), timeout=5) as connection:
+        connection.sendall(request)
+        return connection.recv(65536)
+
+
+CLOSED_PATHS = [b"/v1/models", b"//v1/models", b"/v1/../v1/models", b"/V1/models", b"/health/../v1/models", b"/v1/models/",
+                b"/v1/models?/health", b"/v1/models#/health", b"/%76%31/models", b"/health%2f..%2fv1%2fmodels",
+                b"http://x/v1/models", b"http://x/health/../v1/models", b"/health;/v1/models", b"/v1/models\\health"]
+HOSTS = [b"x", b"x/?", b"x#", b"x/health?", b"x\\@y", b"localhost/v1/models?", b"a b", b"", b"x:1:2/", b"\xff"]
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("path", CLOSED_PATHS)
+def test_no_host_or_path_opens_a_route(server: Served, path: bytes, host: bytes) -> None:
+    answer = raw(server, b"GET " + path + b" HTTP/1.1\r\nHost: " + host + b"\r\nConnection: close\r\n\r\n")
+    assert answer.split(b" ", 2)[1] in (b"400", b"401", b"404"), answer[:200]
+
+
+def test_missing_and_double_hosts_are_refused(server: Served) -> None:
+    for head in (b"GET /health HTTP/1.1\r\n\r\n", b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n"):
+        assert b" 400 " in raw(server, head)
+
+
+def test_a_key_of_any_bytes_is_401_not_500(server: Served) -> None:
+    answer = raw(server, b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xf0\x9f\x97\x9d\r\n\r\n")
+    assert b" 401 " in answer
+
+
+def test_without_an_admin_key_the_api_key_opens_everything() -> None:
+    with served(server={"api_key": KEY}) as one:
+        assert httpx.post(one.url + "/flush_cache").status_code == 401
+        assert httpx.post(one.url + "/flush_cache", headers=bearer(KEY)).status_code == 200
+
+
+def test_only_an_admin_key_closes_only_the_admin_routes() -> None:
+    gate = Authoriser(ServerOptions(admin_api_key=ADMIN), ["/flush_cache"])
+    gate.check(gate.level("/v1/models"), None)
+    with pytest.raises(RequestError, match="API key"):
+        gate.check(gate.level("/flush_cache"), None)
+    gate.check(gate.level("/flush_cache"), f"Bearer {ADMIN}")
+
+
+def test_open_routes_can_be_closed() -> None:
+    with served(server={"api_key": KEY, "open_routes": ["/ready"]}) as one:
+        assert httpx.get(one.url + "/metrics").status_code == 401
+        assert httpx.get(one.url + "/ready").status_code == 200
+
+
+def test_a_plugin_cannot_add_a_route_past_the_gate() -> None:
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    router = APIRouter(prefix="/mine")
+    router.add_api_route("/x", lambda: {})
+    app.include_router(router)
+    require_guarded(app)
+    app.mount("/apart", FastAPI())
+    with pytest.raises(PluginLoadError, match="/apart"):
+        require_guarded(app)
