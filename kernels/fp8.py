@@ -33,23 +33,28 @@ def _groups(x: Tensor) -> Tensor:
     """x [T, K] -> float32 [T, ceil(K / 128), 128], zero-padded."""
     ragged = -x.shape[-1] % BLOCK
     x = x.float()
-    return (F.pad(x, (0, ragged)) if ragged else x).unflatten(-1, (-1, BLOCK))
+    return (F.pad(x, (0, ragged)) if ragged else x).reshape(x.shape[0], -1, BLOCK)
+
+
+def _scales(groups: Tensor) -> Tensor:
+    """float32 [T, G, 1] such that the largest value of each group becomes 448, within rounding."""
+    return groups.abs().amax(-1, keepdim=True).clamp_(min=TINY).div_(E4M3_MAX)
 
 
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [T, K] -> E4M3 [T, K] and float32 scales [T, ceil(K / 128)]."""
     groups = _groups(x)
-    scales = groups.abs().amax(-1, keepdim=True).clamp_(min=TINY).div_(E4M3_MAX)
-    stored = (groups / scales).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    scales = _scales(groups)
+    stored = (groups / scales).to(torch.float8_e4m3fn)
     return stored.flatten(-2)[..., : x.shape[-1]].contiguous(), scales.squeeze(-1)
 
 
 def fake_quantize_tokens(x: Tensor) -> Tensor:
     """x [T, K] -> the values that :func:`quantize_tokens` stores, in x's dtype."""
     groups = _groups(x)
-    scales = groups.abs().amax(-1, keepdim=True).clamp_(min=TINY).div_(E4M3_MAX)
-    values = round_e4m3((groups / scales).clamp_(-E4M3_MAX, E4M3_MAX)).mul_(scales).flatten(-2)
-    return values[..., : x.shape[-1]].to(x.dtype)
+    scales = _scales(groups)
+    values = round_e4m3(groups / scales).mul_(scales).view(x.shape[0], -1)
+    return (values if values.shape[1] == x.shape[1] else values[:, : x.shape[1]]).to(x.dtype)
 
 
 def _block_index(size: int, offset: int, device: torch.device) -> Tensor:

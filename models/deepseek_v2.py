@@ -13,7 +13,7 @@ from glowplug.core.layers.mlp import Mlp
 from glowplug.core.layers.moe import Moe, MoeSizes
 from glowplug.core.layers.rope import Rope, RopeConfig
 from glowplug.core.plan import EnginePlan
-from glowplug.core.protocols import Worker
+from glowplug.core.protocols import Model, Worker
 from glowplug.models.deepseek_config import DeepseekConfig
 
 
@@ -29,6 +29,15 @@ class DeepseekFamily:
         return DecoderModel(
             context, lambda ctx, name, layer: deepseek_layer(ctx, config, name, layer, ctx.first_layer + layer), rope,
             config.eps, config.tied)
+
+    def build_nextn(self, context: BuildContext, target: DecoderModel, number: int = 0) -> Model:
+        """The checkpoint's NextN layer ``number`` as a model of its own, which shares what it lacks with ``target``.
+
+        ``context.first_layer`` is the KV-pool number of the first NextN layer.
+        """
+        from glowplug.models.deepseek_nextn import DeepseekNextN
+
+        return DeepseekNextN(context, target, number)
 
 
 def deepseek_rope(context: BuildContext, config: DeepseekConfig) -> Rope:

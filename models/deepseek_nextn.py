@@ -1,0 +1,65 @@
+"""DeepSeek-V3's multi-token-prediction layer (arXiv 2412.19437, section 2.2), from the checkpoint's own extra layer.
+
+At position i it reads the target's hidden state of token i and the embedding of token i + 1, and predicts token i + 2.
+"""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from glowplug.core.batch import Batch
+from glowplug.core.build import BuildContext
+from glowplug.core.layers.decoder import DecoderModel
+from glowplug.core.layers.embedding import Embedding, LmHead
+from glowplug.core.layers.linear import Linear, Part
+from glowplug.core.layers.module import Module
+from glowplug.core.layers.norm import RmsNorm
+from glowplug.models.deepseek_config import DeepseekConfig
+from glowplug.models.deepseek_v2 import deepseek_layer, deepseek_rope
+
+PREVIOUS_HIDDEN = "previous_hidden"  #: key of ``Batch.extra``: [T, hidden], the target's normed hidden states
+
+
+class DeepseekNextN(Module):
+    """``protocols.Model`` of NextN layer ``number``. Its KV-pool layer is ``context.first_layer + number``.
+
+    Embedding and head are the target's unless the checkpoint brings its own for this layer.
+    """
+
+    def __init__(self, context: BuildContext, target: DecoderModel, number: int = 0) -> None:
+        facts = context.facts
+        config = DeepseekConfig.read(facts)
+        hidden, self.layer_number = config.hidden, facts.num_layers + number
+        self.prefix = f"model.layers.{self.layer_number}"
+        self.own_embed = Embedding(context, f"{self.prefix}.embed_tokens", facts.vocab_size, hidden) \
+            if f"{self.prefix}.embed_tokens.weight" in facts.tensors else None
+        self.own_head = LmHead(context, f"{self.prefix}.shared_head.head", facts.vocab_size, hidden) \
+            if f"{self.prefix}.shared_head.head.weight" in facts.tensors else None
+        self._embed = (self.own_embed or target.embed).forward
+        self._head = (self.own_head or target.head).forward
+        self.enorm = RmsNorm(context, f"{self.prefix}.enorm", hidden, config.eps)
+        self.hnorm = RmsNorm(context, f"{self.prefix}.hnorm", hidden, config.eps)
+        self.eh_proj = Linear(context, f"{self.prefix}.eh_proj", 2 * hidden,
+                              [Part(f"{self.prefix}.eh_proj", hidden, "replicated")])
+        self.layer = deepseek_layer(context, config, self.prefix, self.layer_number, context.first_layer + number)
+        self.norm = RmsNorm(context, f"{self.prefix}.shared_head.norm", hidden, config.eps)
+        self.rope = deepseek_rope(context, config)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
+        """input_ids int64 [T]: the token after each position; ``batch.extra[PREVIOUS_HIDDEN]`` [T, hidden].
+
+        Returns normed hidden states [T, hidden]: what ``logits`` and a further NextN step read.
+        """
+        previous: Tensor = batch.extra[PREVIOUS_HIDDEN]
+        embedded = self.enorm.forward(self._embed(input_ids))
+        x = self.eh_proj.forward(torch.cat([embedded, self.hnorm.forward(previous)], dim=-1))
+        x, residual = self.layer.forward(x, None, self.rope.at(positions), batch)
+        return self.norm.add(x, residual)[0]  # type: ignore[no-any-return]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, hidden] -> float32 [N, V]."""
+        return self._head(hidden)
+
+    def ignored(self, name: str) -> bool:
+        """Everything but this layer belongs to the target."""
+        return not name.startswith(f"{self.prefix}.") or name.endswith("rotary_emb.inv_freq")

@@ -1,0 +1,151 @@
+"""The runtime of ``quantization.block_fp8`` in plain torch.
+
+Weights are dequantised once, as they arrive, into the compute dtype; activations are rounded to what FP8 would hold.
+A product is then that of an FP8 GEMM with float32 accumulation, up to the order of summation.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from glowplug.core.layers.module import Target, part_of
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import ExpertsShape, LinearShape, Quantized, WeightTarget, Worker
+from glowplug.kernels import fp8
+from glowplug.kernels.activation import silu_and_mul
+from glowplug.plugins.quantization.dense import DenseExperts, DenseLinear, expert_slices, row_spans, weight_index
+
+if TYPE_CHECKING:
+    from glowplug.plugins.quantization.block_fp8 import BlockFp8Options
+
+FORMAT = "fp8_group128_values"
+STORED = "float8_e4m3fn"
+#: last name of modules that published FP8 checkpoints leave alone
+LEFT_ALONE = frozenset({"lm_head", "head", "gate", "embed_tokens", "eh_proj"})
+
+
+class BlockFp8:
+    """``QuantizationScheme``. A checkpoint that is not FP8 is quantised block by block while it loads."""
+
+    block = fp8.BLOCK
+
+    def __init__(self, options: BlockFp8Options, plan: EnginePlan, worker: Worker) -> None:
+        facts = plan.facts.model
+        stated = facts.config.get("quantization_config") or {}
+        self._dtype: torch.dtype = worker.dtype or getattr(torch, plan.dtype)
+        self._device = worker.device
+        self._native = facts.quant_method == "fp8"
+        self._format = "plain" if options.activations == "none" else FORMAT
+        self._tensors = facts.tensors if self._native else {}
+        self._skipped = tuple(stated.get("modules_to_not_convert") or ())
+
+    def linear(self, shape: LinearShape) -> Fp8Linear:
+        return Fp8Linear(shape, self._dtype, self._device, self._format, self._native)
+
+    def experts(self, shape: ExpertsShape) -> Fp8Experts:
+        return Fp8Experts(shape, self._dtype, self._device, self._format, self._native)
+
+    def covers(self, module: str) -> bool:
+        weight = self._tensors.get(f"{module}.weight")
+        if weight is not None:
+            return weight.dtype == STORED
+        if module.rpartition(".")[2] in LEFT_ALONE:
+            return False
+        return not any(module == name or module.startswith(f"{name}.") for name in self._skipped)
+
+
+class BlockWeight:
+    """One checkpoint matrix on its way into ``destination`` [rows, columns]: weight and scales, whichever comes first.
+
+    The slice may begin anywhere within a block; the blocks are always those of the checkpoint's own matrix.
+    """
+
+    def __init__(self, name: str, full: tuple[int, int], index: tuple[slice, slice], destination: Tensor,
+                 native: bool) -> None:
+        self.name, self.full, self.index, self.destination, self.native = name, full, index, destination, native
+        self._stored: Tensor | None = None
+        self._scales: Tensor | None = None
+
+    def targets(self) -> Iterator[WeightTarget]:
+        if not self.native:
+            yield Target(f"{self.name}.weight", self.full, put=self._quantize)
+            return
+        grid = tuple(-(-size // fp8.BLOCK) for size in self.full)
+        blocks = tuple(_blocks(cut, size) for cut, size in zip(self.index, self.full))
+        yield Target(f"{self.name}.weight", self.full, index=self.index, dtype=STORED, put=self._take_stored)
+        yield Target(f"{self.name}.weight_scale_inv", grid, index=blocks, put=self._take_scales)
+
+    def _take_stored(self, value: Tensor) -> None:
+        self._stored = value
+        self._finish()
+
+    def _take_scales(self, value: Tensor) -> None:
+        self._scales = value
+        self._finish()
+
+    def _finish(self) -> None:
+        if self._stored is None or self._scales is None:
+            return
+        rows, columns = ((cut.start or 0) % fp8.BLOCK for cut in self.index)
+        self.destination.copy_(fp8.dequantize_weight(self._stored, self._scales, self.destination.dtype, rows, columns))
+        self._stored = self._scales = None
+
+    def _quantize(self, value: Tensor) -> None:
+        stored, scales = fp8.quantize_weight(value)
+        self.destination.copy_(fp8.dequantize_weight(stored, scales, self.destination.dtype)[self.index])
+
+
+def _blocks(cut: slice, full: int) -> slice:
+    """The blocks that ``cut`` of a dimension of ``full`` elements touches."""
+    if cut == slice(None):
+        return cut
+    return part_of(cut.start // fp8.BLOCK, -(-cut.stop // fp8.BLOCK) - cut.start // fp8.BLOCK, -(-full // fp8.BLOCK))
+
+
+def _on_grid(x: Tensor | Quantized, input_format: str) -> Tensor:
+    """Activations as the scheme wants them; a producer may have rounded them already."""
+    if isinstance(x, Quantized):
+        return x.values
+    return x if input_format == "plain" else fp8.fake_quantize_tokens(x)
+
+
+class Fp8Linear(DenseLinear):
+    """``LinearMethod``: each fused part keeps its own block grid."""
+
+    def __init__(self, shape: LinearShape, dtype: torch.dtype, device: str, input_format: str, native: bool) -> None:
+        super().__init__(shape, dtype, device)
+        self.input_format = input_format
+        self._native = native
+
+    def targets(self) -> Iterator[WeightTarget]:
+        for part, (name, span) in enumerate(zip(self.shape.parts, row_spans(self.shape), strict=True)):
+            held = BlockWeight(name, self.shape.full[part], weight_index(self.shape, part), self.weight.t()[span],
+                               self._native)
+            yield from held.targets()
+        yield from self.bias_targets()
+
+    def apply(self, x: Tensor | Quantized) -> Tensor:
+        return super().apply(_on_grid(x, self.input_format))
+
+
+class Fp8Experts(DenseExperts):
+    """``ExpertsMethod``: the input is rounded once for all experts, the inner activations once for all pairs."""
+
+    def __init__(self, shape: ExpertsShape, dtype: torch.dtype, device: str, input_format: str, native: bool) -> None:
+        super().__init__(shape, dtype, device)
+        self.input_format = input_format
+        self._native = native
+
+    def targets(self) -> Iterator[WeightTarget]:
+        for name, full, index, expert, span in expert_slices(self.shape):
+            held = self.w2[expert] if span is None else self.w13[expert, :, span]
+            yield from BlockWeight(name, full, index, held.t(), self._native).targets()
+
+    def activate(self, hidden: Tensor) -> Tensor:
+        return _on_grid(silu_and_mul(hidden), self.input_format)
+
+    def apply(self, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor:
+        return super().apply(_on_grid(x, self.input_format), ids, weights)
