@@ -112,7 +112,9 @@ class Front:
                 f"({prompt} in the prompt, {params.max_tokens} for the completion)",
                 code="context_length_exceeded", param="max_tokens")
         self._check_vocabulary(params)
-        return params.replace(n=1, max_tokens=params.max_tokens or room,
+        sizes = self.plan.sizes
+        pool = (sizes.num_pages - 1) * sizes.page_size - prompt  # what "as many as fit" can mean when the pool is small
+        return params.replace(n=1, max_tokens=params.max_tokens or max(1, min(room, pool)),
                               seed=self._seeds.getrandbits(63) if params.seed is None else params.seed)
 
     def _check_vocabulary(self, params: SamplingParams) -> None:

@@ -98,7 +98,7 @@ def _build(plan: EnginePlan, rank: int, threads: int | None, link: RankPipe) -> 
 
 def _serve(engine: Engine, link: RankPipe) -> None:
     """The loop: drain the pipe, step, send. Blocks on the pipe only when there is nothing to do."""
-    link.phase = "serve"
+    link.report("serve", 1, 1)
     while True:
         found: list[Outbound] = []
         timeout: float = BEAT if engine.idle else 0.0

@@ -49,7 +49,7 @@ async def until_idle(client: EngineClient, seconds: float) -> None:
     async with asyncio.timeout(seconds):
         while True:
             stats = client.stats()
-            if stats.running == stats.waiting == 0 and stats.pages_free + stats.pages_evictable == stats.pages_total - 1:
+            if stats.running == stats.waiting == 0 and stats.pages_free + stats.pages_evictable == stats.pages_total:
                 return
             await asyncio.sleep(0.02)
 

@@ -28,6 +28,10 @@ def prompts() -> list[list[int]]:
 def engine(folder: Path, **config: Any) -> LLM:
     base: dict[str, Any] = {"weights": {"use": "random"}, "skip_tokenizer": True, "dtype": "float32",
                             "context_length": 256, "memory": {"kv_tokens": 4096}}
+    if "fp8" in folder.name:
+        # NOTE: rounding activations to FP8 turns a last-bit difference of float32 sums into a whole FP8 step, so only
+        # the weights are FP8 here; the activations' own error is bounded in tests/kernels.
+        base["quantization"] = {"use": "block_fp8", "activations": "none"}
     for key, value in config.items():
         base[key] = {**base[key], **value} if isinstance(base.get(key), dict) and isinstance(value, dict) else value
     return LLM(model=str(folder), **base)
@@ -85,7 +89,7 @@ def test_same_tokens_and_logits(folder: Path, alone: list[Completion], variant: 
         assert stats.preemptions > 0, "the pool was meant to be too small"
     if variant not in ("no_cache",):
         assert sum(c.cached_tokens for c in again) > 0, "a warm cache was meant to be hit"
-    assert stats.pages_free + stats.pages_evictable == stats.pages_total - 1
+    assert stats.pages_free + stats.pages_evictable == stats.pages_total
 
 
 def test_absorbed_or_not(folder: Path, alone: list[Completion]) -> None:
@@ -118,6 +122,6 @@ def test_multiprocess_gives_the_same(folder: Path, alone: list[Completion]) -> N
 def test_seeded_sampling_is_as_invariant(folder: Path, params: SamplingParams) -> None:
     with engine(folder, cache={"use": "none"}, scheduler={"overlap": False}) as llm:
         want = [llm.generate([ids], params)[0].token_ids for ids in prompts()]
-    for config in ({}, {"memory": {"kv_tokens": 256}}, {"scheduler": {"chunk_size": 5}}):
+    for config in ({}, {"memory": {"kv_tokens": 288}}, {"scheduler": {"chunk_size": 5}}):
         with engine(folder, **config) as llm:
             assert [c.token_ids for c in llm.generate(prompts(), params)] == want
