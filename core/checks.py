@@ -5,7 +5,7 @@ check skips what is not chosen yet.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -33,22 +33,26 @@ from glowplug.core.offers import (
 from glowplug.core.slots import BY_NAME, SLOTS, Slot
 
 Check = Callable[[Draft], Iterator[Refusal]]
-CHECKS: list[tuple[frozenset[str], Check]] = []
+CHECKS: list[Check] = []
+BY_SLOT: dict[str, list[Check]] = {slot.name: [] for slot in SLOTS}
 
 
 def reads(*slots: str) -> Callable[[Check], Check]:
     """Register a check under the slots whose choice it judges."""
     def register(check: Check) -> Check:
-        CHECKS.append((frozenset(slots), check))
+        CHECKS.append(check)
+        for slot in slots:
+            BY_SLOT[slot].append(check)
         return check
     return register
 
 
-def run_checks(draft: Draft, slot: str | None = None) -> Iterator[Refusal]:
+def run_checks(draft: Draft, slot: str = "") -> list[Refusal]:
     """Refusals of every generic check, or of those that judge ``slot``."""
-    for slots, check in CHECKS:
-        if slot is None or slot in slots:
-            yield from check(draft)
+    draft.focus = slot
+    found = [refusal for check in (BY_SLOT[slot] if slot else CHECKS) for refusal in check(draft)]
+    draft.focus = ""
+    return found
 
 
 def use_field(draft: Draft, slot: Slot, chosen: Chosen) -> str:
@@ -251,18 +255,22 @@ def check_width(draft: Draft) -> Iterator[Refusal]:
 # ---- the step's path ------------------------------------------------------------------------------------------------
 
 
+PLAIN_STEPS = frozenset({Mode.PREFILL, Mode.DECODE})
+DRAFTING_STEPS = frozenset({Mode.PREFILL, Mode.VERIFY, Mode.DRAFT_DECODE, Mode.DRAFT_EXTEND})
+
+
 def needed_modes(draft: Draft) -> frozenset[Mode]:
     """Step modes that this combination runs."""
     speculative = draft.first("speculative")
-    modes = {Mode.PREFILL, Mode.DECODE}
+    modes = PLAIN_STEPS
     if speculative is not None and isinstance(speculative.offers, SpeculativeOffers) and speculative.offers.drafts:
-        modes = {Mode.PREFILL, Mode.VERIFY, Mode.DRAFT_DECODE, Mode.DRAFT_EXTEND}
+        modes = DRAFTING_STEPS
     if any(isinstance(c.offers, ParallelOffers) and c.offers.idle_steps for c in draft.chosen["parallel"]):
-        modes.add(Mode.IDLE)
-    return frozenset(modes)
+        return modes | {Mode.IDLE}
+    return modes
 
 
-def _runs(modes: list[Mode], offers: Offers) -> bool:
+def _runs(modes: Iterable[Mode], offers: Offers) -> bool:
     return all(offers.modes.get(mode, Capture.NO) >= Capture.EAGER for mode in modes)
 
 
@@ -277,8 +285,8 @@ STEP_PATH = tuple(slot.name for slot in SLOTS if slot.step)
 def check_modes(draft: Draft) -> Iterator[Refusal]:
     needed = needed_modes(draft)
     for slot, chosen in draft.step_path():
-        missing = [mode for mode in needed if chosen.offers.modes.get(mode, Capture.NO) < Capture.EAGER]
-        if missing:
+        if not _runs(needed, chosen.offers):
+            missing = [mode for mode in needed if not _runs((mode,), chosen.offers)]
             yield refuse(draft, slot.name, chosen, f"{chosen.name} cannot run in {_list(missing)} steps, which this "
                          "combination needs", instead(draft, slot.name, partial(_runs, missing), "another combination"))
 
@@ -289,8 +297,8 @@ def check_capture(draft: Draft) -> Iterator[Refusal]:
     if runner is None or not isinstance(runner.offers, GraphOffers):
         return
     captured = runner.offers.captures & needed_modes(draft)
-    for slot, chosen in draft.step_path():
-        if slot.name == "graphs" or not captured:
+    for slot, chosen in draft.step_path() if captured else ():
+        if slot.name == "graphs":
             continue
         loose = [mode for mode in captured if chosen.offers.modes.get(mode, Capture.NO) < Capture.GRAPH]
         if loose:

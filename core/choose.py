@@ -26,7 +26,8 @@ def choose(draft: Draft) -> None:
     _numbers(draft)
     for slot in open_slots:
         _pick(draft, slot)
-        _numbers(draft)
+        if slot.name in ("speculative", "parallel"):
+            _numbers(draft)
     _overlap(draft)
 
 
@@ -148,13 +149,12 @@ def _pick(draft: Draft, slot: Slot) -> None:
     """The first candidate of an ``auto`` slot that no check refuses."""
     asked = draft.config.section(slot)[0]
     given = asked.model_dump(mode="json", include=asked.model_fields_set - {"use"})
-    before = set(run_checks(draft, slot.name))
     failed: list[tuple[str, Refusal]] = []
     for found in draft.plugins.components(slot.name):
         options = found.component.options.model_validate({**given, "use": found.component.name})
         chosen = chosen_of(found.component, options)
         draft.chosen[slot.name] = (chosen,)
-        refusal = next(_against(draft, slot, found, chosen, before), None)
+        refusal = _against(draft, slot, found, chosen)
         if refusal is None:
             draft.decide(f"{slot.section}.use", chosen.name, "auto", _why(found, failed))
             return
@@ -163,11 +163,17 @@ def _pick(draft: Draft, slot: Slot) -> None:
     draft.refusals.append(_nothing_fits(slot, failed))
 
 
-def _against(draft: Draft, slot: Slot, found: Registration, chosen: Chosen,
-             before: set[Refusal]) -> Iterator[Refusal]:
-    yield from component_checks(draft, slot, found.component, chosen)
-    yield from (refusal for refusal in run_checks(draft, slot.name) if refusal not in before)
-    yield from own_check(draft, slot, found.component, chosen)
+def _against(draft: Draft, slot: Slot, found: Registration, chosen: Chosen) -> Refusal | None:
+    """The first reason against a candidate that is in the slot; reasons that stand without it do not count."""
+    for refusal in component_checks(draft, slot, found.component, chosen):
+        return refusal
+    refusals = run_checks(draft, slot.name)
+    if refusals:
+        draft.chosen[slot.name] = ()
+        before = set(run_checks(draft, slot.name))
+        draft.chosen[slot.name] = (chosen,)
+        refusals = [refusal for refusal in refusals if refusal not in before]
+    return next(iter(refusals or own_check(draft, slot, found.component, chosen)), None)
 
 
 def own_check(draft: Draft, slot: Slot, component: Component, chosen: Chosen) -> list[Refusal]:
@@ -178,8 +184,9 @@ def own_check(draft: Draft, slot: Slot, component: Component, chosen: Chosen) ->
     try:
         return [Refusal(r.by, r.field, r.reason, r.fix, origin) for r in component.check(draft.context(chosen.options))]
     except Exception as error:
-        return [Refusal(chosen.name, slot.section or slot.name,
-                        f"its check failed with {type(error).__name__}: {error}", f"report it to {origin}; choose another component meanwhile", origin)]
+        reason = f"its check failed with {type(error).__name__}: {error}"
+        fix = f"report it to {origin}; choose another component meanwhile"
+        return [Refusal(chosen.name, slot.section or slot.name, reason, fix, origin)]
 
 
 def _why(found: Registration, failed: list[tuple[str, Refusal]]) -> str:

@@ -136,7 +136,7 @@ class Parsed:
         config: the frozen model; keys that were refused are left out of it.
         raw: the operator's dict, as given.
         origins: where each value came from, by dotted path: "engine.toml:12", "--tp 8", a plugin's name.
-        operator: dotted paths (leaves and sections) that the operator wrote.
+        operator: what the operator wrote, by dotted path, sections included.
         refusals: what was wrong.
         unknown: slot -> the ``use`` that names no registered component (the section then counts as auto).
     """
@@ -144,7 +144,7 @@ class Parsed:
     config: EngineConfig
     raw: Mapping[str, Any]
     origins: Mapping[str, str]
-    operator: frozenset[str]
+    operator: Mapping[str, Any]
     refusals: list[Refusal] = field(default_factory=list)
     unknown: dict[str, str] = field(default_factory=dict)
 
@@ -152,7 +152,7 @@ class Parsed:
 def parse(raw: Mapping[str, Any], plugins: PluginSet, model: type[EngineConfig],
           contributed: Mapping[str, tuple[Any, str]], origins: Mapping[str, str]) -> Parsed:
     """Pass one. Never raises for the operator's mistakes: they are in ``refusals``, all of them."""
-    operator = frozenset(paths(raw))
+    operator = by_path(raw)
     merged, sources = contribute(raw, contributed, operator)
     data = _with_use(merged, plugins)
     origins = {**sources, **origins}
@@ -174,25 +174,24 @@ def parse(raw: Mapping[str, Any], plugins: PluginSet, model: type[EngineConfig],
     raise AssertionError(f"the configuration does not settle: {refusals}")
 
 
-def paths(value: object, prefix: str = "") -> list[str]:
-    """Dotted path of every key in a nested value, list items by number."""
-    found: list[str] = []
-    items: list[tuple[Any, Any]]
-    if isinstance(value, Mapping):
-        items = list(value.items())
-    elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
-        items = list(enumerate(value))
-    else:
-        return found
-    for key, item in items:
-        path = f"{prefix}.{key}" if prefix else str(key)
-        found.append(path)
-        found.extend(paths(item, path))
+def by_path(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Every value of a nested dict by dotted path, sections too; items of a list of sections by number."""
+    found: dict[str, Any] = {}
+    _flatten(value, "", found)
     return found
 
 
+def _flatten(value: Any, prefix: str, found: dict[str, Any]) -> None:
+    items: Any = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, item in items:
+        path = f"{prefix}{key}"
+        found[path] = item
+        if isinstance(item, dict) or isinstance(item, list | tuple) and any(isinstance(one, dict) for one in item):
+            _flatten(item, f"{path}.", found)
+
+
 def contribute(raw: Mapping[str, Any], contributed: Mapping[str, tuple[Any, str]],
-               operator: frozenset[str]) -> tuple[dict[str, Any], dict[str, str]]:
+               operator: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """The operator's values over contributed ones; and who contributed what.
 
     A contributed option of a section counts only while the operator has not picked another ``use`` there.

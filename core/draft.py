@@ -11,10 +11,13 @@ from glowplug.core.config_errors import place
 from glowplug.core.errors import Refusal
 from glowplug.core.facts import Facts
 from glowplug.core.plan import Decision
-from glowplug.core.slots import SLOTS, Slot
+from glowplug.core.slots import BY_NAME, SLOTS, Slot
 
 if TYPE_CHECKING:
     from glowplug.core.plugins import PluginSet
+
+STEP_SLOTS = tuple(slot for slot in SLOTS if slot.step)
+SHAPES_STEPS = frozenset({"", "speculative", "graphs", "parallel"})  #: which modes run, and which are captured
 
 
 @dataclass
@@ -23,6 +26,7 @@ class Draft:
         values: decided values that checks read: device, dtype, kv_dtype, width, ranks, mesh, overlap.
         chosen: what each slot holds so far; every slot is a key.
         elements: numbers in the checkpoint by (dtype, belongs to a next-token layer).
+        focus: slot that is being chosen: the others' own place on the step's path need no second look.
     """
 
     plugins: PluginSet
@@ -33,6 +37,7 @@ class Draft:
     decisions: list[Decision] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     chosen: dict[str, tuple[Chosen, ...]] = field(default_factory=lambda: {slot.name: () for slot in SLOTS})
+    focus: str = ""
 
     @property
     def config(self) -> EngineConfig:
@@ -58,11 +63,11 @@ class Draft:
         return held[0] if held else None
 
     def step_path(self) -> Iterable[tuple[Slot, Chosen]]:
-        """Every component that takes part in a step."""
-        for slot in SLOTS:
-            if slot.step:
-                for chosen in self.chosen[slot.name]:
-                    yield slot, chosen
+        """Every component that takes part in a step; while a slot is being chosen, those its choice may upset."""
+        slots = STEP_SLOTS if self.focus in SHAPES_STEPS else (BY_NAME[self.focus],)
+        for slot in slots:
+            for chosen in self.chosen[slot.name]:
+                yield slot, chosen
 
     def origin(self, slot: str, name: str) -> str:
         """Distribution and version of a component, for refusals."""

@@ -214,9 +214,9 @@ def load_plugins_for(plan: EnginePlan) -> PluginSet:
             sources.append(found.get(name) or PluginSource(name, name, *_distribution_of(name)))
     plugins = PluginSet(sources)
     if plugins.fingerprint != plan.fingerprint:
-        raise PluginLoadError(f"this process loaded other plugins or versions than the plan was made with "
-                              f"(fingerprint {plugins.fingerprint}, plan {plan.fingerprint}): "
-                              + ", ".join(source.label for source in plugins.sources if source.distribution != BUILT_IN))
+        others = ", ".join(source.label for source in plugins.sources if source.distribution != BUILT_IN) or "none"
+        raise PluginLoadError("this process loaded other plugins or versions than the plan was made with (fingerprint "
+                              f"{plugins.fingerprint}, plan {plan.fingerprint}); third-party plugins here: {others}")
     return plugins
 
 

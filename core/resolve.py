@@ -9,7 +9,7 @@ from typing import Any
 
 from glowplug.core.checks import component_checks, run_checks, stacking
 from glowplug.core.choose import choose, own_check
-from glowplug.core.config import SECRETS, Parsed, parse, paths, recorded
+from glowplug.core.config import SECRETS, Parsed, parse, recorded
 from glowplug.core.draft import Draft
 from glowplug.core.errors import ConfigError, FactsError, PlanRefused, Refusal, WeightError
 from glowplug.core.facts import Facts, HardwareFacts, SoftwareFacts
@@ -17,7 +17,7 @@ from glowplug.core.machine import this_machine
 from glowplug.core.plan import BudgetLine, Choice, Decision, EnginePlan, Sizes
 from glowplug.core.plugins import ModelReading, PluginSet, load_plugins
 from glowplug.core.sizing import size
-from glowplug.core.slots import BY_NAME, SLOTS
+from glowplug.core.slots import SLOTS
 
 
 def plan(config: Mapping[str, Any], *, source: str = "the configuration", lines: Mapping[str, int] | None = None,
@@ -168,13 +168,13 @@ def _choices(draft: Draft) -> tuple[Choice, ...]:
 def _record_options(draft: Draft) -> None:
     """Every value the operator wrote that no pass has decided on is a decision of the operator."""
     decided = {decision.field for decision in draft.decisions}
-    for path in paths(draft.parsed.raw):
-        if path in decided or path == "model" or path.partition(".")[0] in decided:
+    for path, value in draft.parsed.operator.items():
+        section = isinstance(value, Mapping) or path in _LISTS
+        if section or path in decided or path.partition(".")[0] in decided:
             continue
-        value: Any = draft.parsed.raw
-        for part in path.split("."):
-            value = value[int(part)] if isinstance(value, list | tuple) else value[part]
-        if not isinstance(value, Mapping) and not (isinstance(value, list | tuple) and path in BY_NAME):
-            shown = "***" if path in SECRETS and value is not None else value
-            draft.decide(path, list(shown) if isinstance(shown, tuple) else shown,
-                         *(draft.source(path) or ("operator", "")))
+        shown = "***" if path in SECRETS and value is not None else value
+        by, why = draft.source(path) or ("operator", "")
+        draft.decide(path, list(shown) if isinstance(shown, tuple) else shown, by, why)
+
+
+_LISTS = frozenset(slot.section for slot in SLOTS if slot.many)

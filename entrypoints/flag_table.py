@@ -97,13 +97,14 @@ FLAGS: tuple[Flag, ...] = (
          also={"graphs.use": "cuda_graph"}),
     # scheduling and memory
     Flag(("--max-running-requests", "--max-num-seqs"), "scheduler.max_running_requests", "sequences in flight", int),
-    Flag(("--max-queued-requests",), "scheduler.max_queued_requests", "waiting sequences; one more is answered 429", int),
+    Flag(("--max-queued-requests",), "scheduler.max_queued_requests", "waiting sequences, one more is answered 429",
+         int),
     Flag(("--chunked-prefill-size",), "scheduler.chunk_size", "most prompt tokens a step", int),
     switch("--disable-overlap-schedule", "scheduler.overlap", False, "read each step before the next one starts"),
     Flag(("--schedule-policy", "--scheduling-policy"), "policy.use", "fcfs, priority, lpm (longest_prefix)",
          values=POLICIES),
-    Flag(("--mem-fraction-static", "--gpu-memory-utilization"), "memory.fraction", "share of the device for weights and "
-         "KV cache; the plan measures when it is left out", float),
+    Flag(("--mem-fraction-static", "--gpu-memory-utilization"), "memory.fraction",
+         "share of the device for weights and KV cache; the plan measures when it is left out", float),
     Flag(("--max-total-tokens",), "memory.kv_tokens", "tokens in the KV pool", int),
     # server
     Flag(("--host",), "server.host", "address to listen on (default 127.0.0.1)"),
@@ -115,7 +116,8 @@ FLAGS: tuple[Flag, ...] = (
     Flag(("--tool-call-parser",), "outputs[*].use", "tool-call parser by name"),
     Flag(("--log-level",), "log.level", "debug, info, warning, error"),
     Flag(("--log-format",), "log.format", "human or json"),
-    Flag(("--watchdog-timeout",), "executor.watchdog", "seconds without a heartbeat before a rank counts as hung", float),
+    Flag(("--watchdog-timeout",), "executor.watchdog",
+         "seconds without a heartbeat before a rank counts as hung", float),
     switch("--enable-metrics", "metrics.enabled", True, "Prometheus metrics (on by default)"),
 )
 
