@@ -29,10 +29,15 @@ class Admission:
         self.max_rows, self.context, self.share, self.scored = max_rows, context, share, scored
         self.queries = self.hits = 0
         self._blocked = False
+        self._waits_for: dict[int, int] = {}  # waiting id -> the running id whose prompt it waits for
 
     def retry(self) -> None:
         """Something has changed (a page, a row, a new sequence): what did not fit may fit now."""
         self._blocked = False
+
+    def forget(self, id: int) -> None:
+        """The sequence has left the queue."""
+        self._waits_for.pop(id, None)
 
     def admit(self, budget: int) -> list[Sequence]:
         """Move waiting sequences into rows until ``budget`` prefill tokens are spoken for. Returns them."""
@@ -52,6 +57,7 @@ class Admission:
                 self._blocked = True
                 break
             self.queue.pop(sequence.id)
+            self.forget(sequence.id)
             admitted.append(sequence)
             budget -= len(tokens) - match.length
         return admitted
@@ -63,10 +69,16 @@ class Admission:
         return self.rows.cache.match(tokens[:-1], sequence.salt)
 
     def _is_deferred(self, sequence: Sequence, tokens: Ints, match: PrefixMatch) -> bool:
-        """Is it better to wait for another row's prompt? That row is computing, so the wait ends by itself."""
+        """Is it better to wait for another row's prompt? That row is computing, so the wait ends by itself.
+
+        A sequence waits for one other at most: a cache too small to keep the prompt would line them all up.
+        """
         if not self.share or not self.rows.unpublished or self.scored(sequence):
             return False
-        return self.rows.twin(tokens, sequence.salt) - match.length >= self.share
+        other, common = self.rows.twin(tokens, sequence.salt)
+        if common - match.length < self.share:
+            return False
+        return self._waits_for.setdefault(sequence.id, other) == other
 
     def _try(self, sequence: Sequence, tokens: Ints, match: PrefixMatch) -> bool:
         if self._place(sequence, tokens, match):

@@ -179,16 +179,19 @@ class Rows:
         table.pages[row, :kept] = match.pages
         self.pages.give(np.setdiff1d(unneeded, mine[kept:]))
 
-    def twin(self, tokens: Ints, salt: str) -> int:
-        """Tokens in whole pages that a prompt now being computed has in common with ``tokens``."""
+    def twin(self, tokens: Ints, salt: str) -> tuple[int, int]:
+        """A running sequence whose prompt is still computed, and its tokens in common with ``tokens``, in whole pages.
+
+        Returns (id, tokens); (-1, 0) when there is none.
+        """
         size = self.table.page_size
         row = self.unpublished.get((salt, tokens[:size].tobytes()))
         if row is None:
-            return 0
+            return -1, 0
         count = min(int(self.table.length[row]), len(tokens)) - 1
         differs = tokens[:count] != self.table.tokens[row, :count]
         common = int(differs.argmax()) if differs.any() else count
-        return common // size * size
+        return int(self.ids[row]), common // size * size
 
     def _first_page(self, row: int, sequence: Sequence) -> tuple[str, bytes] | None:
         size = self.table.page_size

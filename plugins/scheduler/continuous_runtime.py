@@ -122,6 +122,7 @@ class Continuous:
                 return False
             self.rows.release(row)
         self.scores.forget(id)
+        self.admission.forget(id)
         self.admission.retry()
         return True
 

@@ -114,6 +114,14 @@ class TestSmallCache(Base):
         assert admitted is not None and admitted.cached_tokens == 20
 
 
+    def test_waiting_for_a_like_prompt_is_given_up_when_the_cache_cannot_keep_it(self) -> None:
+        """The other seven wait once, then all go; they do not queue up behind one another."""
+        drive = self.drive(context_length=128, chunk_size=1000, max_step_tokens=1000, num_pages=400)
+        self.run(drive, [sequence(i, [4] * 100, max_tokens=2) for i in range(8)])
+        prefills = sum(batch.num_decodes < batch.num_rows for batch in drive.batches)
+        assert prefills == 2
+
+
 class Contrary:
     """A legal policy that does its worst: reversed order, and the sequence with most to lose gives way."""
 
@@ -138,7 +146,8 @@ def drive_of(depth: int = 1, **sizes: Any) -> Drive:
     plan = bare_plan(**sizes)
     worker = Worker()
     scheduler = Continuous(ContinuousOptions(), plan, worker, clock=Clock())
-    return Drive(scheduler, plan, RadixCache(RadixOptions(), plan, worker), Fcfs(FcfsOptions(), plan, worker), depth=depth)
+    cache, policy = RadixCache(RadixOptions(), plan, worker), Fcfs(FcfsOptions(), plan, worker)
+    return Drive(scheduler, plan, cache, policy, depth=depth)
 
 
 def test_decoding_goes_on_while_a_prompt_is_chunked() -> None:
