@@ -51,11 +51,8 @@ def static_config(config: dict[str, Any], shapes: list[tuple[int, int, int]]) ->
         raise ValueError("batch size, input length and output length are at least 1")
     scheduler = {"max_running_requests": max(batch for batch, _, _ in shapes),
                  "chunk_size": max(batch * length for batch, length, _ in shapes), "overlap": False}
-    wanted: dict[str, dict[str, Any]] = {"scheduler": scheduler, "cache": {"use": "none"}}
-    filled = {"skip_tokenizer": True, **config}
-    for section, values in wanted.items():
-        filled[section] = {**values, **filled.get(section, {})}
-    return filled
+    given = config.get("scheduler", {})
+    return {"skip_tokenizer": True, "cache": {"use": "none"}, **config, "scheduler": {**scheduler, **given}}
 
 
 def _run(args: argparse.Namespace, config: dict[str, Any], shapes: list[tuple[int, int, int]]) -> int:
