@@ -107,7 +107,7 @@ def _looped(
 def experts_device(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, activate: Activation) -> Tensor:
     """As the reference, on a device: sorted by expert and multiplied in groups, without waiting for the device.
 
-    Ids of -1 sort first and are left out of every group.
+    Ids of -1 sort first. Rows of every operand must be a multiple of 16 bytes (grouped_mm).
     """
     tokens, width = ids.shape
     flat, order = ids.flatten().sort(stable=True)

@@ -15,19 +15,19 @@ from glowplug.core.testing.build import Stepper, build_context, build_model
 
 TOLERANCE = 1e-4
 
-COMMON: dict[str, Any] = dict(
-    vocab_size=160, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-    max_position_embeddings=512, initializer_range=0.2, bos_token_id=0, eos_token_id=1, pad_token_id=None,
-    tie_word_embeddings=False,
-)
+COMMON: dict[str, Any] = {
+    "vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 512, "initializer_range": 0.2, "bos_token_id": 0, "eos_token_id": 1,
+    "pad_token_id": None, "tie_word_embeddings": False,
+}
 MLA: dict[str, Any] = dict(
     **COMMON, num_key_value_heads=4, kv_lora_rank=32, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=24,
     moe_intermediate_size=40, first_k_dense_replace=1,
 )
-YARN: dict[str, Any] = dict(
-    rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=128, mscale=0.707,
-    mscale_all_dim=1.3, beta_fast=32, beta_slow=1,
-)
+YARN: dict[str, Any] = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128, "mscale": 0.707,
+    "mscale_all_dim": 1.3, "beta_fast": 32, "beta_slow": 1,
+}
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from glowplug.core.build import BuildContext
@@ -63,7 +64,7 @@ class MlaAttention(Module):
     def finalize(self) -> None:
         super().finalize()
         self._kv_weight = self.kv_b.dense().t()
-        weight = self._kv_weight.t().unflatten(0, (self.heads, self.nope_dim + self.v_dim))
+        weight = self._kv_weight.t().view(self.heads, self.nope_dim + self.v_dim, self.lora_rank)
         self.w_uk = weight[:, : self.nope_dim]
         self.w_uv = weight[:, self.nope_dim :].transpose(1, 2)
 
@@ -72,11 +73,11 @@ class MlaAttention(Module):
 
         NOTE: by the dense weight, so that absorbed and expanded attention agree whatever the scheme.
         """
-        both = latent.mm(self._kv_weight).unflatten(-1, (self.heads, self.nope_dim + self.v_dim))
+        both = latent.mm(self._kv_weight).view(-1, self.heads, self.nope_dim + self.v_dim)
         return both[..., : self.nope_dim], both[..., self.nope_dim :]
 
     def forward(self, x: Any, at: object) -> Tensor:
-        first, latent, k_rope = self.input_proj.forward(x).split(self._split, dim=-1)
+        first, latent, k_rope = torch.split(self.input_proj.forward(x), self._split, dim=-1)
         query = first if self.q_norm is None else self.q_b.forward(self.q_norm.forward(first))
         query = query.view(-1, self.heads, self.nope_dim + self.rope_dim)
         q_rope, k_rope = self._rope(query[..., self.nope_dim :], k_rope.unsqueeze(1), at)
@@ -104,6 +105,7 @@ class MhaAttention(Module):
 
     def forward(self, x: Any, at: object) -> Tensor:
         """x [T, hidden] -> [T, hidden]; ``at``: the step's rope rows."""
-        q, k, v = self.qkv.forward(x).unflatten(-1, (-1, self.head_dim)).split(self._split, dim=1)
+        q, k, v = torch.split(
+            self.qkv.forward(x).view(-1, self.heads + 2 * self.kv_heads, self.head_dim), self._split, dim=1)
         q, k = self._rope(q, k, at)
         return self.o_proj.forward(self._mha(q, k, v, self))

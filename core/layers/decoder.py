@@ -10,8 +10,8 @@ from glowplug.core.build import BuildContext
 from glowplug.core.layers.attention import MhaAttention, MlaAttention
 from glowplug.core.layers.embedding import Embedding, LmHead, TiedHead
 from glowplug.core.layers.mlp import Mlp
-from glowplug.core.layers.moe import Moe
 from glowplug.core.layers.module import Module
+from glowplug.core.layers.moe import Moe
 from glowplug.core.layers.norm import RmsNorm
 from glowplug.core.layers.rope import Rope
 

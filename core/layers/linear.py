@@ -108,7 +108,7 @@ def agreed_format(consumers: Sequence[Any]) -> str:
 def producer(ops: Ops, name: str, *consumers: Any) -> Callable[..., Any]:
     """The variant of op ``name`` that hands its consumers the format they want, or the plain op."""
     wanted = agreed_format(consumers)
-    return ops.fused.get((name, wanted)) or getattr(ops, name)  # type: ignore[no-any-return]
+    return ops.fused.get((name, wanted)) or getattr(ops, name)
 
 
 def caster(ops: Ops, *consumers: Any) -> Callable[[Tensor], Tensor | Quantized] | None:

@@ -139,7 +139,7 @@ class Stepper:
         rows = np.array(list(chunks), np.int32)
         queries = np.array([len(chunk) for chunk in chunks.values()], np.int32)
         before = np.array([self.lengths[row] for row in chunks], np.int32)
-        pages = rows[:, None] * self.pages_a_row + 1 + np.arange(self.pages_a_row, dtype=np.int32)
+        pages = (rows[:, None] * self.pages_a_row + 1 + np.arange(self.pages_a_row)).astype(np.int32)
         ids = np.array([token for chunk in chunks.values() for token in chunk], np.int32)
         starts = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
         owner = np.repeat(np.arange(len(rows)), queries)

@@ -1,4 +1,4 @@
-"""Block FP8 checkpoints: ragged shapes, fused parts, native and online, against a dequantiser written from the format."""
+"""Block FP8 checkpoints, native and online, with ragged shapes, against a dequantiser written from the format."""
 from __future__ import annotations
 
 from dataclasses import replace

@@ -9,12 +9,13 @@ import pytest
 from tests.parity import MLA, YARN, assert_parity, write
 
 V3: dict[str, Any] = dict(MLA, q_lora_rank=48, n_routed_experts=16, n_group=4, topk_group=2, num_experts_per_tok=4,
-                          n_shared_experts=1, routed_scaling_factor=2.5, norm_topk_prob=True, num_nextn_predict_layers=0)
+                          n_shared_experts=1, routed_scaling_factor=2.5, norm_topk_prob=True,
+                          num_nextn_predict_layers=0)
 V2: dict[str, Any] = dict(MLA, q_lora_rank=48, n_routed_experts=12, n_group=3, topk_group=2, num_experts_per_tok=3,
                           n_shared_experts=2, routed_scaling_factor=1.6, topk_method="group_limited_greedy")
 V2_LITE: dict[str, Any] = dict(V2, q_lora_rank=None, n_routed_experts=8, n_group=1, topk_group=1,
                                routed_scaling_factor=1.0, topk_method="greedy", num_experts_per_tok=6)
-PLAIN: dict[str, Any] = dict(rope_type="default", rope_theta=10000.0)
+PLAIN: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 
 CASES = {
     "v3_groups_yarn": ("DeepseekV3ForCausalLM", dict(V3, rope_parameters=YARN)),

@@ -48,7 +48,9 @@ def published(name: str, tensor: Tensor) -> dict[str, Tensor]:
     return {name: tensor}
 
 
-def load_nextn(reference: Reference, tensors: dict[str, Tensor]) -> tuple[DecoderModel, Stepper, DeepseekNextN, Stepper]:
+def load_nextn(
+    reference: Reference, tensors: dict[str, Tensor],
+) -> tuple[DecoderModel, Stepper, DeepseekNextN, Stepper]:
     facts = replace(reference.facts, tensors={
         name: TensorFact("float32", tuple(tensor.shape)) for name, tensor in tensors.items()})
     model, context = build_model(facts, tensors, build_context(facts))
