@@ -1,4 +1,4 @@
-"""The documentation says what the code does: generated pages are current, commands print what is shown, examples plan."""
+"""The documentation says what the code does: pages are current, commands print what is shown, examples plan."""
 from __future__ import annotations
 
 import importlib.util
@@ -164,3 +164,7 @@ def test_the_guides_plugin_runs(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False,
                           env={"PYTHONPATH": f"{ROOT / 'src'}:{tmp_path}", "PATH": "/usr/bin:/bin"})
     assert done.stdout.split("\n")[0] == "shortest_first [10, 20, 30]", done.stdout + done.stderr
+
+
+def test_no_page_shows_a_path_of_the_machine_it_was_made_on() -> None:
+    assert [page.name for page in PAGES if str(ROOT) in page.read_text(encoding="utf-8")] == []
