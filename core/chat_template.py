@@ -99,11 +99,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         tree.set_environment(self)
         return tree
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        __self.tick()
+    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        self.tick()
         if any(isinstance(value, int) and abs(value) > LARGEST_ARGUMENT for value in (*args, *kwargs.values())):
             raise TooMuch("a number passed to a function is too large")
-        return super().call(__context, __obj, *args, **kwargs)
+        return super().call(context, function, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if _result_size(operator, left, right) > RENDER_CHARACTERS:
