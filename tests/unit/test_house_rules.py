@@ -11,9 +11,18 @@ from glowplug.core.component import Options
 from glowplug.core.slots import BY_NAME, SLOTS
 from tests.source_tree import ROOT, dotted, name_of, sources, tree
 
-#: debug switches and standard variables that may be read, with the file that reads them
-ENVIRONMENT_READERS = {"core/profiling.py", "entrypoints/bench/local_server.py"}
+#: files that may touch the environment, and why
+ENVIRONMENT_ACCESS = {
+    "core/profiling.py",  # GLOWPLUG_PROFILE_DIR, a debug switch
+    "core/configfile.py",  # "${NAME}" in the operator's own file
+    "core/facts_read.py",  # HF_HOME: where the hub's own tools keep downloaded models
+    "models/embedded/batches.py",  # training: tells the tokenizer's library that workers follow
+    "entrypoints/bench/local_server.py",  # hands its own environment to a child
+}
 IDENTITY = {"name", "use", "algorithm"}
+METHODS = 6
+#: protocol -> (methods, why they are one object)
+LARGER_PROTOCOLS = {"Scheduler": (9, "the loop's whole view of the waiting and running sequences")}
 
 
 def components() -> list[tuple[str, object]]:
@@ -51,7 +60,8 @@ def test_protocols_have_at_most_six_methods() -> None:
     for slot in SLOTS:
         protocol = getattr(protocols, slot.protocol)
         methods = [name for name, value in vars(protocol).items() if inspect.isfunction(value) and name[0] != "_"]
-        assert len(methods) <= 6, (slot.protocol, methods)
+        limit, _ = LARGER_PROTOCOLS.get(slot.protocol, (METHODS, ""))
+        assert len(methods) <= limit, (slot.protocol, methods)
 
 
 def test_each_slot_has_a_hook_an_offers_class_and_a_protocol() -> None:
@@ -102,7 +112,7 @@ def test_configuration_does_not_come_from_the_environment() -> None:
     for path in sources():
         for node in ast.walk(tree(path)):
             name = dotted(node) if isinstance(node, ast.Attribute) else ""
-            if name in {"os.environ", "os.getenv"} and name_of(path) not in ENVIRONMENT_READERS:
+            if name in {"os.environ", "os.getenv"} and name_of(path) not in ENVIRONMENT_ACCESS:
                 readers.append(f"{name_of(path)}:{node.lineno}")  # type: ignore[attr-defined]
     assert readers == []
 
