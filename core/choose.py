@@ -201,12 +201,11 @@ def _nothing_fits(slot: Slot, failed: list[tuple[str, Refusal]]) -> Refusal:
                        "load a plugin that registers one (glowplug plugins lists what is there)")
     if len(failed) == 1:
         return failed[0][1]
-    fields = {refusal.field for _, refusal in failed}
-    # NOTE: a field that all candidates blame (a dtype, a page size) is what the operator has to change.
-    field = fields.pop() if len(fields) == 1 else f"{slot.section}.use"
-    best = next((r for _, r in failed if "request" in r.reason), failed[0][1])
-    return Refusal("choose", field, f"no {slot.name} component fits: "
-                   + "; ".join(refusal.reason for _, refusal in failed), best.fix, best.origin)
+    # NOTE: a candidate refused for an option of the operator's (a dtype, a page size) fits once that is changed.
+    use = f"{slot.section}.use"
+    best = next((refusal for _, refusal in failed if refusal.field != use), failed[-1][1])
+    reason = "; ".join(refusal.reason for _, refusal in failed)
+    return Refusal("choose", best.field, f"no {slot.name} component fits: {reason}", best.fix, best.origin)
 
 
 # ---- numbers that checks read ---------------------------------------------------------------------------------------
