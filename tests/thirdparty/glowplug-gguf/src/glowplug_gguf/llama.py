@@ -4,9 +4,9 @@ from __future__ import annotations
 from typing import Any
 
 from gguf import MODEL_ARCH, GGMLQuantizationType, get_tensor_name_map
+
 from glowplug.core.errors import FactsError
 from glowplug.core.facts import ModelFacts, TensorFact
-
 from glowplug_gguf.header import GgufHeader
 
 MODULES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",
@@ -79,7 +79,8 @@ def _scaling(header: GgufHeader) -> dict[str, Any] | None:
     if kind == "none":
         return None
     if kind == "linear":
-        return {"type": "linear", "rope_type": "linear", "factor": header.metadata.get("llama.rope.scaling.factor", 1.0)}
+        factor = header.metadata.get("llama.rope.scaling.factor", 1.0)
+        return {"type": "linear", "rope_type": "linear", "factor": factor}
     raise FactsError(f"{header.path}: RoPE scaling {kind!r} in GGUF is not supported", "use the model's safetensors")
 
 

@@ -1,4 +1,4 @@
-"""The plugin: one weight source and two ways to read a model. Imports neither torch nor gguf until a file needs them."""
+"""The plugin: a weight source, model facts, a tokenizer. Imports neither torch nor gguf until a file needs them."""
 from __future__ import annotations
 
 from pathlib import Path

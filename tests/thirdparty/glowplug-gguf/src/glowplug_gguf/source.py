@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
+from tqdm import tqdm
+
 from glowplug.core.errors import WeightError
 from glowplug.core.facts import ModelFacts, TensorFact
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import WeightTarget, Worker
-from tqdm import tqdm
-
 from glowplug_gguf.header import GgufHeader, GgufTensor, read_gguf
 from glowplug_gguf.llama import checkpoint_names, llama_facts
 from glowplug_gguf.plugin import GgufOptions

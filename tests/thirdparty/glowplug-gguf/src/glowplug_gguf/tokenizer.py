@@ -3,11 +3,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from tokenizers import AddedToken, Regex, Tokenizer as RawTokenizer, decoders, models, pre_tokenizers
+
 from glowplug.core.errors import FactsError
 from glowplug.core.tokenizer import Tokenizer
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as RawTokenizer
-
 from glowplug_gguf.header import GgufHeader
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  #: token types

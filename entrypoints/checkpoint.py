@@ -1,0 +1,82 @@
+"""``glowplug checkpoint random OUT``: a complete model folder of a named shape, with seeded random weights.
+
+For tests, benchmarks and plans of models that are too large, or not yet there, to download. This module declares the
+command; the work is in ``checkpoint_writer.py``, which needs torch.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from glowplug.core.errors import GlowplugError
+
+BYTES, NONE = "bytes", "none"
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def shapes() -> dict[str, Path]:
+    """Named shapes and their config.json files."""
+    folder = Path(__file__).absolute().parents[1] / "models" / "shapes"
+    return {path.stem: path for path in sorted(folder.glob("*.json"))}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="checkpoint_command", required=True, metavar="COMMAND")
+    random = commands.add_parser("random", help="write a checkpoint of random weights",
+                                 description="Write a complete model folder with seeded random weights.")
+    random.add_argument("out", type=Path, help="folder to write; must be empty or not exist")
+    source = random.add_mutually_exclusive_group(required=True)
+    source.add_argument("--shape", choices=list(shapes()), help="a shape that is shipped")
+    source.add_argument("--config", type=Path, help="a config.json, or a folder with one")
+    random.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the config's torch_dtype")
+    random.add_argument("--quantization", choices=("fp8", NONE), help="default: the config's")
+    random.add_argument("--layers", type=int, help="number of layers; default: the config's")
+    random.add_argument("--seed", type=int, default=0)
+    random.add_argument("--shard-mb", type=int, default=4096, help="largest file, in MiB (default 4096)")
+    random.add_argument("--tokenizer", default=BYTES, metavar="bytes|none|FOLDER",
+                        help="a byte-level tokenizer with a chat template (default), none, or a folder to copy it from")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status: 0, or 2 with the reason on standard error."""
+    try:
+        config = read_config(args)
+        from glowplug.entrypoints.checkpoint_writer import write_random
+        total = write_random(args.out, config, seed=args.seed, shard_bytes=args.shard_mb << 20,
+                             tokenizer=args.tokenizer)
+    except (GlowplugError, OSError) as error:
+        print(f"glowplug checkpoint: {error}", file=sys.stderr)
+        return 2
+    print(f"{args.out}: {config['architectures'][0]}, {total / 1e9:.3f} GB of weights")
+    return 0
+
+
+def read_config(args: argparse.Namespace) -> dict[str, Any]:
+    """config.json as it will be written, the options applied. GlowplugError when it cannot be."""
+    path: Path = shapes()[args.shape] if args.shape else args.config
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise GlowplugError(f"{path} is not JSON: {error}") from None
+    if not isinstance(config, dict) or not config.get("architectures"):
+        raise GlowplugError(f"{path} names no architecture")
+    if args.dtype:
+        config.pop("dtype", None)
+        config["torch_dtype"] = args.dtype
+    if args.layers is not None:
+        if args.layers < 1:
+            raise GlowplugError(f"--layers must be at least 1, got {args.layers}")
+        config["num_hidden_layers"] = args.layers
+    if args.shard_mb < 1:
+        raise GlowplugError(f"--shard-mb must be at least 1, got {args.shard_mb}")
+    if args.quantization:
+        config.pop("quantization_config", None)
+    if args.quantization == "fp8":
+        config["quantization_config"] = dict(FP8)
+    if args.tokenizer == BYTES:
+        config |= {"bos_token_id": 0, "eos_token_id": 1}
+    return config

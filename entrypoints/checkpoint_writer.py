@@ -1,0 +1,148 @@
+"""Writes random checkpoints. Names and shapes are the model's own weight targets, built on torch's meta device."""
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+from glowplug.core.build import BuildContext
+from glowplug.core.errors import GlowplugError
+from glowplug.core.facts import HardwareFacts, ModelFacts, TensorFact
+from glowplug.core.memory.layout import DTYPE_BYTES
+from glowplug.core.plan import Choice, EnginePlan
+from glowplug.core.plugins import PluginSet, load_plugins
+from glowplug.core.protocols import WeightSource, WeightTarget, Worker
+from glowplug.core.resolve import plan as make_plan
+from glowplug.core.safetensors_header import INDEX_NAME
+from glowplug.entrypoints.byte_tokenizer import TOKENS, write_byte_tokenizer
+from glowplug.entrypoints.checkpoint import BYTES, NONE
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+                   "generation_config.json")
+
+
+def write_random(out: Path, config: dict[str, Any], *, seed: int, shard_bytes: int, tokenizer: str) -> int:
+    """Write a model folder; bytes of its weights. GlowplugError or PlanRefused before anything is written."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise GlowplugError(f"{out} exists and is not an empty folder")
+    plugins = load_plugins()
+    plan = _plan(config, seed, plugins)
+    targets = list(weight_targets(plan, plugins))
+    needed, shards = _deal(targets, plan.facts.model.dtype, shard_bytes)
+    free = shutil.disk_usage(next(folder for folder in (out, *out.absolute().parents) if folder.is_dir())).free
+    if needed > free:
+        raise GlowplugError(f"{out}: {needed} bytes are needed, {free} are free")
+    copied = _tokenizer_files(tokenizer, int(config["vocab_size"]))
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for path in copied:
+        shutil.copyfile(path, out / path.name)
+    if tokenizer == BYTES:
+        write_byte_tokenizer(out)
+    source: WeightSource = plugins.build(plan.choice("weights"), plan, Worker())
+    source.open(plan.facts.model)
+    return _write_shards(out, shards, source)
+
+
+def _plan(config: dict[str, Any], seed: int, plugins: PluginSet) -> EnginePlan:
+    """A plan for the config alone, on a machine that holds anything: nothing of it is ever allocated."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        return make_plan(
+            {"model": folder, "device": "cpu", "weights": {"use": "random", "seed": seed}},
+            source="the checkpoint's config.json", plugins=plugins,
+            hardware=HardwareFacts(cpu_cores=1, cpu_memory=1 << 60, name="no machine"))
+
+
+def weight_targets(plan: EnginePlan, plugins: PluginSet) -> Iterator[WeightTarget]:
+    """Every tensor of a published checkpoint of the plan's model, its NextN layers included, in order."""
+    worker = Worker(device="meta", dtype=getattr(torch, plan.dtype))
+
+    def build(choice: Choice) -> Any:
+        return plugins.build(choice, plan, worker)
+
+    facts = _with_nextn(plan.facts.model)
+    context = BuildContext(
+        facts=facts, worker=worker, dtype=worker.dtype, context=plan.sizes.page_size,
+        scheme=build(plan.choice("quantization")), plain=_plain(plan, plugins, worker),
+        parallel=build(plan.choice("parallel")), collectives=build(plan.choice("collectives")),
+        attention=build(plan.choice("attention")), ops=build(plan.choice("ops")))
+    family = build(plan.choice("model"))
+    model = family.build(context)
+    yield from model.targets()
+    for number in range(facts.nextn_layers):
+        yield from family.build_nextn(context, model, number).targets()
+
+
+def _with_nextn(facts: ModelFacts) -> ModelFacts:
+    """NextN layers bring copies of embedding and head, as the published checkpoints' do."""
+    shared = (f"model.layers.{facts.num_layers + number}.{name}.weight" for number in range(facts.nextn_layers)
+              for name in ("embed_tokens", "shared_head.head"))
+    table = TensorFact(facts.dtype, (facts.vocab_size, facts.hidden_size))
+    return replace(facts, tensors=dict.fromkeys(shared, table))
+
+
+def _plain(plan: EnginePlan, plugins: PluginSet, worker: Worker) -> Any:
+    """The scheme of modules that stay unquantized."""
+    for component, _, _ in plugins.components("quantization"):
+        if "none" in component.offers.reads and not component.offers.online:  # type: ignore[attr-defined]
+            choice = Choice("quantization", component.name, component.factory, {"use": component.name})
+            return plugins.build(choice, plan, worker)
+    raise GlowplugError("no registered quantization scheme reads unquantized weights")
+
+
+def _deal(targets: list[WeightTarget], dtype: str, shard_bytes: int) -> tuple[int, list[list[WeightTarget]]]:
+    """(bytes in all, targets of each file): a file closes before it would exceed ``shard_bytes``."""
+    shards: list[list[WeightTarget]] = [[]]
+    held = total = 0
+    for target in targets:
+        size = math.prod(target.shape) * DTYPE_BYTES.get(target.dtype or dtype, 4)
+        if shards[-1] and held + size > shard_bytes:
+            shards.append([])
+            held = 0
+        shards[-1].append(target)
+        held += size
+        total += size
+    return total, shards
+
+
+def _write_shards(out: Path, shards: list[list[WeightTarget]], source: WeightSource) -> int:
+    weight_map: dict[str, str] = {}
+    total = 0
+    progress = tqdm(total=sum(map(len, shards)), desc="Writing weights", unit="tensor", disable=None)
+    for number, shard in enumerate(shards, 1):
+        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {}
+        for target in shard:
+            tensors[target.name] = source.read(target).contiguous()
+            progress.update()
+        save_file(tensors, out / name, metadata={"format": "pt"})
+        shutil.copymode(out / "config.json", out / name)  # NOTE: safetensors writes files that only their owner reads
+        weight_map |= dict.fromkeys(tensors, name)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    progress.close()
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (out / INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n")
+    return total
+
+
+def _tokenizer_files(tokenizer: str, vocab_size: int) -> list[Path]:
+    """The files to copy; none for a byte tokenizer, which must fit the vocabulary."""
+    if tokenizer == BYTES and vocab_size < TOKENS:
+        raise GlowplugError(f"a byte tokenizer needs {TOKENS} token ids, the config's vocab_size is {vocab_size}; "
+                            "write --tokenizer none")
+    if tokenizer in (BYTES, NONE):
+        return []
+    if not (Path(tokenizer) / "tokenizer.json").is_file():
+        raise GlowplugError(f"{tokenizer} holds no tokenizer.json")
+    return [Path(tokenizer) / name for name in TOKENIZER_FILES if (Path(tokenizer) / name).is_file()]
