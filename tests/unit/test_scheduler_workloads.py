@@ -103,7 +103,8 @@ def test_random_workloads(drive: Drive, work: list[Sequence], gaps: list[int], a
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=3000, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@pytest.mark.timeout(1200)
+@settings(deadline=None, max_examples=2000, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(drive=drives(), work=sequences(), gaps=st.lists(st.integers(0, 4), min_size=1, max_size=5),
        aborts=st.dictionaries(st.integers(0, 13), st.integers(0, 13), max_size=3))
 def test_many_random_workloads(drive: Drive, work: list[Sequence], gaps: list[int], aborts: dict[int, int]) -> None:
