@@ -78,8 +78,11 @@ def from_delta(delta: Delta) -> RequestError | None:
 
 
 def from_validation(errors: list[Any]) -> RequestError:
-    """The first problem pydantic found, as a sentence with the field's name."""
-    first = errors[0]
+    """The first problem pydantic found, as a sentence with the field's name.
+
+    Of a union every member complains; one that got past the type says more than one that did not.
+    """
+    first = next((error for error in errors if not error["type"].endswith("_type")), errors[0])
     where = [str(part) for part in first["loc"] if not _is_union_member(str(part))]
     param = ".".join(where) or None
     message = str(first["msg"])
@@ -87,8 +90,8 @@ def from_validation(errors: list[Any]) -> RequestError:
 
 
 def _is_union_member(part: str) -> bool:
-    """pydantic names the member of a union in the location ("str", "list[int]", "function-after[...]")."""
-    return part in ("str", "int", "float", "bool", "body") or "[" in part
+    """pydantic names the member of a union in the location ("str", "list[int]", "NativeSampling")."""
+    return part in ("str", "int", "float", "bool", "body") or "[" in part or part[:1].isupper()
 
 
 def install(app: FastAPI) -> None:

@@ -41,7 +41,8 @@ class GuardedProtocol(HttpToolsProtocol):
         super().data_received(data)
         # NOTE: what came with this packet may be body, so the count is judged only while the head is still open.
         if self._in_head and self._head_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
-            self._refuse()
+            body = error_body("too many or too large headers", 431, code="headers_too_large")
+            self._refuse("431 Request Header Fields Too Large", body)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -79,9 +80,11 @@ class GuardedProtocol(HttpToolsProtocol):
         elif not self.transport.is_closing():
             self.transport.abort()
 
-    def _refuse(self) -> None:
-        body = error_body("too many or too large headers", 431, code="headers_too_large")
-        head = (f"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
+    def send_400_response(self, msg: str) -> None:
+        self._refuse("400 Bad Request", error_body("this is not HTTP", 400, code="invalid_http"))
+
+    def _refuse(self, status: str, body: bytes) -> None:
+        head = (f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\n"
                 f"content-length: {len(body)}\r\nconnection: close\r\n\r\n")
         self.transport.write(head.encode("ascii") + body)
         self.transport.close()
