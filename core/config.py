@@ -13,7 +13,7 @@ import msgspec
 from pydantic import Field, ValidationError, create_model
 
 from glowplug.core.component import Options
-from glowplug.core.config_errors import Explained, explain
+from glowplug.core.config_errors import Explained, explain, without_use
 from glowplug.core.errors import Refusal
 from glowplug.core.options import (
     OPTION_BASES,
@@ -156,7 +156,7 @@ def parse(raw: Mapping[str, Any], plugins: PluginSet, model: type[EngineConfig],
     merged, sources = contribute(raw, contributed, operator)
     data = _with_use(merged, plugins)
     origins = {**sources, **origins}
-    refusals: list[Refusal] = []
+    refusals = _items_without_use(data, plugins, origins)
     unknown: dict[str, str] = {}
     for _ in range(64):  # NOTE: each round removes at least one key; the bound is for a validator that disagrees
         try:
@@ -241,6 +241,19 @@ def _with_use(data: dict[str, Any], plugins: PluginSet) -> dict[str, Any]:
             elif isinstance(value["use"], str):
                 value["use"] = _canonical(slot, value["use"], plugins)
     return data
+
+
+def _items_without_use(data: dict[str, Any], plugins: PluginSet, origins: Mapping[str, str]) -> list[Refusal]:
+    """List items that do not say which component they are for are refused and left out."""
+    refusals = []
+    for slot in SLOTS:
+        items = data.get(slot.section) if slot.many else None
+        for number, item in enumerate(items if isinstance(items, list) else ()):
+            if isinstance(item, dict) and "use" not in item:
+                refusals.append(without_use(slot, (slot.section, number), plugins, origins))
+                items[number] = None
+    _compact(data)
+    return refusals
 
 
 def _canonical(slot: Slot, name: str, plugins: PluginSet) -> str:

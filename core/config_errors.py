@@ -70,12 +70,16 @@ def explain(problem: ErrorDetails, data: Mapping[str, Any], plugins: PluginSet, 
         return Explained(_unknown_use(slot, path, name, plugins, where), path, slot.name, name)
     if kind == "extra_forbidden":
         return Explained(_unknown_key(path, slot, data, plugins, model, where), path)
-    if slot is not None and kind == "union_tag_not_found":
-        return Explained(_refusal(path, "has no 'use'", f"write use = one of {_names(slot, plugins)}", where), path)
     if path == ("model",) and kind == "missing":
         fix = 'model = "embedded" (--model embedded), or a folder'
         return Explained(_refusal(path, "no model is given", fix, where), path)
     return Explained(_wrong_value(path, problem, where), path)
+
+
+def without_use(slot: Slot, path: tuple[str | int, ...], plugins: PluginSet, origins: Mapping[str, str]) -> Refusal:
+    """A list item that does not say which component it is for."""
+    fix = f"write use = one of {_names(slot, plugins)}"
+    return _refusal(path, "has no 'use'", fix, place(dotted(path), origins))
 
 
 def _refusal(path: Iterable[str | int], reason: str, fix: str, where: str) -> Refusal:

@@ -1,0 +1,129 @@
+"""The command itself, in a fresh process: exit codes, no torch, quick; listings and the schema."""
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from glowplug import __version__
+from glowplug.core.plugins import DEFAULT_PLUGINS, PluginSet
+from glowplug.core.slots import SLOTS
+from glowplug.entrypoints.cli import COMMANDS, main
+from tests.source_tree import ROOT
+
+ENVIRONMENT = {"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin", "COLUMNS": "120"}
+
+
+def glowplug(*words: str, module: str = "glowplug") -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", module, *words], capture_output=True, text=True, timeout=60,
+                          env=ENVIRONMENT, check=False)
+
+
+def test_check_ends_with_0_and_the_plan(v3: Path) -> None:
+    done = glowplug("check", "--model", str(v3), "--load-format", "dummy")
+    assert done.returncode == 0, done.stderr
+    assert "torch_mla" in done.stdout and "memory: total" in done.stdout
+
+
+def test_check_ends_with_2_and_every_reason(v3: Path, tmp_path: Path) -> None:
+    file = tmp_path / "engine.toml"
+    file.write_text(f'model = "{v3}"\n[attention]\nuse = "fa3"\n[server]\nprot = 3\n')
+    done = glowplug("check", "--config", str(file), "--dtype", "float17")
+    assert done.returncode == 2 and done.stdout == ""
+    for part in ("PlanRefused: 4 problems with engine.toml", "engine.toml:3: no component named 'fa3'",
+                 "engine.toml:5: unknown key", "did you mean 'port'", "--dtype float17", "weights.use"):
+        assert part in done.stderr, part
+    assert "Traceback" not in done.stderr
+
+
+def test_serve_dry_run_and_the_other_spellings(v3: Path) -> None:
+    for words, module in ((("serve",), "glowplug"), ((), "glowplug.launch_server")):
+        done = glowplug(*words, "--model-path", str(v3), "--load_format", "dummy", "--trust-remote-code", "--dry-run",
+                        module=module)
+        assert done.returncode == 0 and "multiprocess" in done.stdout, done.stderr
+
+
+@pytest.mark.timing
+def test_check_is_quick_and_free_of_torch(v3: Path) -> None:
+    code = ("import sys, time; started = time.process_time(); from glowplug.entrypoints.cli import main; "
+            f"code = main(['check', '--model', {str(v3)!r}, '--load-format', 'dummy']); "
+            "heavy = [m for m in ('torch', 'transformers', 'numpy.testing', 'fastapi', 'safetensors') "
+            "if m in sys.modules]; print(code, heavy, file=sys.stderr)")
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True,
+                              env=ENVIRONMENT)
+        seconds.append(time.perf_counter() - started)
+        assert done.stderr.strip() == "0 []"
+    assert min(seconds) < 1.0, seconds
+
+
+def test_json_plans_decode(v3: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from glowplug.core.plan import EnginePlan
+
+    assert main(["check", "--model", str(v3), "--load-format", "dummy", "--facts", "8xh200", "--json"]) == 0
+    plan = EnginePlan.from_json(capsys.readouterr().out.encode())
+    assert plan.device == "cuda" and len(plan.facts.hardware.devices) == 8
+
+
+def test_plugins_lists_everything(capsys: pytest.CaptureFixture[str], plugins: PluginSet) -> None:
+    assert main(["plugins", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [plugin["name"] for plugin in listed][: len(DEFAULT_PLUGINS)] == list(DEFAULT_PLUGINS)
+    found = {(c["slot"], c["name"]) for plugin in listed for c in plugin["components"]}
+    assert found >= {(slot.name, r.component.name) for slot in SLOTS for r in plugins.components(slot.name)}
+    for plugin in listed:
+        assert plugin["distribution"] and plugin["hooks"]
+        assert all(c["contract"] == 1 and c["available"] for c in plugin["components"])
+    assert main(["plugins", "--block-plugin", "glowplug.plugins.cache.radix"]) == 0
+    text = capsys.readouterr().out
+    assert "blocked: glowplug.plugins.cache.radix" in text and "cache         radix" not in text
+
+
+def test_the_schema_knows_sections_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert {"model", "dtype", *(slot.section for slot in SLOTS if slot.section)} <= set(schema["properties"])
+    assert schema["additionalProperties"] is False
+    attention = schema["properties"]["attention"]
+    assert set(attention["discriminator"]["mapping"]) >= {"auto", "torch_mla", "torch_mha"}
+    assert "absorb" in schema["$defs"]["TorchMlaOptions"]["properties"]
+
+
+def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version"]) == 0 and __version__ in capsys.readouterr().out
+    assert main(["--help"]) == 0
+    usage = capsys.readouterr().out
+    assert all(name in usage for name in COMMANDS)
+    assert main([]) == 2
+    capsys.readouterr()
+    assert main(["chek"]) == 2
+    assert "did you mean 'check'?" in capsys.readouterr().err
+
+
+def test_a_plugin_that_fails_ends_with_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                         capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bad_plugin_module.py").write_text("raise RuntimeError('no')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["check", "--plugin", "bad_plugin_module"]) == 2
+    assert "PluginLoadError: plugin 'bad_plugin_module'" in capsys.readouterr().err
+
+
+def test_a_plugin_adds_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                 capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "greeter_plugin.py").write_text(
+        "from glowplug.core.hookspecs import hookimpl\n\n@hookimpl\ndef extend_cli(commands):\n"
+        "    parser = commands.add_parser('greet')\n    parser.add_argument('--name')\n"
+        "    parser.set_defaults(run=lambda args: print('hello', args.name) or 7)\n")
+    info = tmp_path / "greeter-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: greeter\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[glowplug]\ngreeter = greeter_plugin\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["greet", "--name", "you"]) == 7
+    assert capsys.readouterr().out == "hello you\n"

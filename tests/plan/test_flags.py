@@ -1,0 +1,211 @@
+"""The command line: every published flag and alias, hyphens or underscores, precedence, contradictions, typos."""
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from glowplug.core.errors import PlanRefused
+from glowplug.core.plugins import PluginSet
+from glowplug.entrypoints.flag_table import FLAGS, MOOT
+from glowplug.entrypoints.flags import Given, Parser, add_engine_options, command_line_layer, literal, read_command_line
+
+
+def given(plugins: PluginSet, *words: str) -> Given:
+    parser = Parser(prog="glowplug serve")
+    add_engine_options(parser)
+    return read_command_line(parser.parse_args(list(words)), plugins)
+
+
+#: every engine flag that the DeepSeek recipes name, as they write it, and the configuration it must become
+PUBLISHED: list[tuple[list[str], dict[str, Any]]] = [
+    (["--model", "m"], {"model": "m"}),
+    (["--model-path", "m"], {"model": "m"}),
+    (["--tp", "8"], {"parallel": [{"use": "tensor", "size": 8}]}),
+    (["--tp-size", "8"], {"parallel": [{"use": "tensor", "size": 8}]}),
+    (["--tp", "1"], {}),
+    (["--enable-ep-moe", "--ep-size", "8"], {"parallel": [{"use": "ep_moe", "size": 8}]}),
+    (["--ep-size", "8", "--enable-ep-moe"], {"parallel": [{"use": "ep_moe", "size": 8}]}),
+    (["--tp", "8", "--enable-dp-attention", "--dp-size", "8"],
+     {"parallel": [{"use": "tensor", "size": 8}, {"use": "dp_attention", "size": 8}]}),
+    (["--trust-remote-code"], {"trust_remote_code": True}),
+    (["--dtype", "float16"], {"dtype": "float16"}),
+    (["--dtype", "half"], {"dtype": "float16"}),
+    (["--quantization", "fp8"], {"quantization": {"use": "fp8"}}),
+    (["--kv-cache-dtype", "fp8_e5m2"], {"attention": {"kv_dtype": "fp8_e5m2"}}),
+    (["--disable-mla"], {"attention": {"use": "torch_mla", "absorb": False}}),
+    (["--enable-flashinfer-mla"], {"attention": {"use": "flashinfer_mla"}}),
+    (["--attention-backend", "fa3"], {"attention": {"use": "fa3"}}),
+    (["--disable-cuda-graph"], {"graphs": {"use": "eager"}}),
+    (["--cuda-graph-bs", "1", "2", "4"], {"graphs": {"use": "cuda_graph", "batch_sizes": [1, 2, 4]}}),
+    (["--cuda-graph-max-bs", "8"], {"graphs": {"use": "cuda_graph", "max_batch": 8}}),
+    (["--enable-torch-compile", "--torch-compile-max-bs", "4"],
+     {"graphs": {"use": "cuda_graph", "compile": True, "compile_max_batch": 4}}),
+    (["--disable-radix-cache"], {"cache": {"use": "none"}}),
+    (["--disable-overlap-schedule"], {"scheduler": {"overlap": False}}),
+    (["--speculative-algorithm", "NEXTN", "--speculative-draft-model-path", "d", "--speculative-num-steps", "3",
+      "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"],
+     {"speculative": {"use": "nextn", "draft_model": "d", "steps": 3, "topk": 1, "draft_tokens": 4}}),
+    (["--speculative-algo", "EAGLE", "--speculative-draft", "d"], {"speculative": {"use": "eagle", "draft_model": "d"}}),
+    (["--max-running-requests", "768"], {"scheduler": {"max_running_requests": 768}}),
+    (["--mem-fraction-static", "0.7"], {"memory": {"fraction": 0.7}}),
+    (["--dist-timeout", "3600"], {"collectives": {"timeout": 3600.0}}),
+    (["--host", "0.0.0.0", "--port", "30000"], {"server": {"host": "0.0.0.0", "port": 30000}}),
+    (["--served-model-name", "x", "--api-key", "k"], {"server": {"served_model_name": "x", "api_key": "k"}}),
+    (["--context-length", "32768"], {"context_length": 32768}),
+    (["--chunked-prefill-size", "4096"], {"scheduler": {"chunk_size": 4096}}),
+    (["--schedule-policy", "lpm"], {"policy": {"use": "longest_prefix"}}),
+    (["--reasoning-parser", "deepseek-r1"], {"outputs": [{"use": "deepseek-r1"}]}),
+    (["--reasoning-parser", "a", "--tool-call-parser", "b"], {"outputs": [{"use": "a"}, {"use": "b"}]}),
+    (["--tokenizer-path", "t", "--skip-tokenizer-init"], {"tokenizer": "t", "skip_tokenizer": True}),
+    (["--random-seed", "7"], {"seed": 7}),
+    (["--page-size", "64"], {"attention": {"page_size": 64}}),
+    (["--device", "cpu"], {"device": "cpu"}),
+    (["--load-format", "dummy"], {"weights": {"use": "random"}}),
+]
+
+
+@pytest.mark.parametrize(("words", "config"), PUBLISHED, ids=lambda value: " ".join(value)[:40] if isinstance(
+    value, list) else "")
+@pytest.mark.parametrize("underscores", [False, True])
+def test_published_flags(plugins: PluginSet, words: list[str], config: dict[str, Any], underscores: bool) -> None:
+    if underscores:
+        words = ["--" + word[2:].replace("-", "_") if word.startswith("--") else word for word in words]
+    found = given(plugins, *words)
+    assert found.config == config and not found.layer.refusals
+
+
+def test_the_list_above_is_complete() -> None:
+    """Every flag of the recipes is in the table, and every flag of the table parses to its own field."""
+    named = {word for words, _ in PUBLISHED for word in words if word.startswith("--")}
+    known = {name for flag in FLAGS for name in flag.names}
+    assert named <= known
+    assert len(known) == sum(len(flag.names) for flag in FLAGS), "a spelling belongs to one flag"
+    assert all(flag in known for rule in MOOT.items() for flag in (rule[0], rule[1][0]))
+
+
+@pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.names[0])
+def test_every_flag_sets_its_field_under_every_name(plugins: PluginSet, flag) -> None:
+    value = {int: "3", float: "0.5", None: None}.get(flag.convert, "word")
+    for name in flag.names:
+        words = [name] if value is None else [name, value]
+        if flag.names[0] == "--torch-compile-max-bs":
+            words.append("--enable-torch-compile")
+        found = given(plugins, *words)
+        assert not found.layer.refusals and not found.notes
+        head = flag.path.partition("[")[0].split(".")[0]
+        assert head in found.config
+        assert any(place.startswith(name) for place in found.layer.origins.values())
+
+
+def test_config_fields_exist(plugins: PluginSet) -> None:
+    """Fields that a built-in has are spelled as the built-in spells them (the others belong to plugins to come)."""
+    from glowplug.core.config_errors import leaf_paths
+
+    known = set(leaf_paths(plugins, plugins.config_model))
+    to_come = ("graphs.", "speculative.", "executor.host", "executor.address")
+    for flag in FLAGS:
+        for path in (flag.path, *flag.also):
+            plain = path.partition("[")[0] + "." + path.rpartition(".")[2] if "[" in path else path
+            assert plain in known or plain.startswith(to_come), path
+
+
+# ---- precedence, contradictions, notes --------------------------------------------------------------------------------
+
+
+def test_command_line_over_file_over_contributed_over_default(plugins: PluginSet, v3: Path, tmp_path: Path) -> None:
+    file = tmp_path / "engine.toml"
+    file.write_text(f'model = "{v3}"\nseed = 5\n[weights]\nuse = "random"\n[policy]\nuse = "priority"\n')
+    found = given(plugins, "--config", str(file), "--random-seed", "6", "--set", "scheduler.chunk_size=128",
+                  "--facts", "cpu")
+    plan = found.plan({"policy.use": "fcfs", "scheduler.chunk_size": 64, "cache.use": "none"})
+    places = {d.field: (d.value, d.by, d.why) for d in plan.decisions}
+    assert places["seed"] == (6, "operator", "--random-seed 6")
+    assert places["policy.use"] == ("priority", "operator", "engine.toml:6")
+    assert places["scheduler.chunk_size"] == (128, "operator", "--set scheduler.chunk_size")
+    assert places["cache.use"] == ("none", "entry point", "contributed default")
+    assert places["scheduler.use"][1] == "default"
+
+
+def test_contradictions_name_both_flags(plugins: PluginSet) -> None:
+    found = given(plugins, "--disable-mla", "--attention-backend", "fa3")
+    assert [(r.field, r.reason) for r in found.layer.refusals] == [
+        ("attention.use", "--disable-mla and --attention-backend fa3 contradict each other")]
+    assert not given(plugins, "--disable-mla", "--attention-backend", "torch_mla").layer.refusals
+
+
+@pytest.mark.parametrize("words", [["--disable-cuda-graph", "--cuda-graph-max-bs", "1"],
+                                   ["--cuda-graph-bs", "1", "2", "--disable_cuda_graph"],
+                                   ["--torch-compile-max-bs", "1"]])
+def test_flags_without_effect_are_decisions(plugins: PluginSet, v3: Path, words: list[str]) -> None:
+    plan = given(plugins, "--model", str(v3), "--load-format", "dummy", *words).plan()
+    notes = [d for d in plan.decisions if d.value == "no effect"]
+    assert len(notes) == 1 and notes[0].field in words and notes[0].why
+    assert plan.choice("graphs").name == "eager"
+
+
+@pytest.mark.parametrize(("words", "fields"), [
+    (["--speculative-algorithm", "NEXTN"], {"speculative.use"}),
+    (["--tp", "8", "--enable-ep-moe", "--enable-dp-attention"], {"parallel.0.use", "parallel.1.use", "parallel.2.use"}),
+    (["--enable-flashinfer-mla", "--kv-cache-dtype", "fp8_e5m2"], {"attention.use", "attention.kv_dtype"}),
+    (["--attention-backend", "fa3"], {"attention.use"}),
+    (["--cuda-graph-max-bs", "8"], {"graphs.use"}),
+    (["--enable-torch-compile"], {"graphs.use"}),
+    (["--schedule-policy", "dfs-weight"], {"policy.use"}),
+    (["--tool-call-parser", "deepseekv3"], {"outputs.0.use"}),
+    (["--set", "scheduler.chunk_sizes=3"], {"scheduler.chunk_sizes"}),
+    (["--set", "nonsense"], {"--set nonsense"}),
+    (["--facts", "9xh900"], {"--facts"}),
+])
+def test_what_no_plugin_does_is_refused_by_its_flag(plugins: PluginSet, v3: Path, words: list[str],
+                                                    fields: set[str]) -> None:
+    with pytest.raises(PlanRefused) as caught:
+        given(plugins, "--model", str(v3), "--load-format", "dummy", *words).plan()
+    assert {r.field for r in caught.value.refusals} == fields
+    for refusal in caught.value.refusals:
+        assert refusal.reason and refusal.fix
+        if refusal.by == "config" and not refusal.field.startswith("--"):
+            assert any(word in refusal.reason for word in words if word.startswith("--")), refusal
+
+
+def test_trust_remote_code_says_what_it_does(plugins: PluginSet, v3: Path) -> None:
+    plan = given(plugins, "--model", str(v3), "--load-format", "dummy", "--trust-remote-code").plan()
+    note = next(d for d in plan.decisions if d.field == "trust_remote_code")
+    assert note.value == "no effect" and "never run" in note.why
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--modell", "x"], "did you mean --model?"),
+    (["--tensor-paralel-size", "2"], "did you mean --tensor-parallel-size?"),
+    (["--mod", "x"], "unknown flag --mod"),
+    (["--port", "many"], "invalid int value"),
+    (["stray"], "unexpected argument 'stray'"),
+])
+def test_typos_end_with_code_2(plugins: PluginSet, capsys: pytest.CaptureFixture[str], words: list[str],
+                               said: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        given(plugins, *words)
+    assert caught.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_a_secret_is_not_shown(plugins: PluginSet) -> None:
+    layer = given(plugins, "--api-key", "very-secret", "--admin-api-key", "more-secret").layer
+    assert "secret" not in str(layer.origins)
+
+
+def test_literals() -> None:
+    for text, value in (("3", 3), ("0.5", 0.5), ("true", True), ("null", None), ("[1, 2]", [1, 2]), ("fa3", "fa3"),
+                        ('"3"', "3"), ('{"a": 1}', {"a": 1}), ("", ""), ("/a/b", "/a/b")):
+        assert literal(text) == value and type(literal(text)) is type(value)
+    layer, _ = command_line_layer([], ['parallel=[{"use": "tensor", "size": 2}]', "attention.kernel=fa3"])
+    assert layer.data == {"parallel": [{"use": "tensor", "size": 2}], "attention": {"kernel": "fa3"}}
+
+
+def test_flags_fit_beside_a_commands_own(plugins: PluginSet) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch-size", type=int)
+    add_engine_options(parser)
+    args = parser.parse_args(["--batch-size", "4", "--tp", "2"])
+    assert args.batch_size == 4 and read_command_line(args, plugins).config["parallel"][0]["size"] == 2

@@ -1,0 +1,59 @@
+"""Ten thousand combinations in under ten seconds of CPU time, without torch; every refusal complete."""
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from glowplug.core.testing.fakes import TINY_LLAMA, TINY_V3, write_model
+from tests.source_tree import ROOT
+
+SCRIPT = """
+import itertools, json, random, sys, time
+from glowplug.core.errors import PlanRefused
+from glowplug.core.machine import read_sheet
+from glowplug.core.plugins import load_plugins
+from glowplug.core.resolve import plan
+
+axes = [json.loads(sys.argv[1]), ["auto", "torch_mla", "torch_mha"], ["auto", "bfloat16", "fp8_e4m3"],
+        ["auto", "none", "block_fp8", "fp8"], ["auto", "float32", "float16"], ["fcfs", "priority", "longest_prefix"],
+        ["radix", "none"], [True, False], [None, 16, 64], ["1xh200", "8xh200", "2x8xh200", "cpu"]]
+combinations = list(itertools.product(*axes))
+random.Random(7).shuffle(combinations)
+plugins, sheets = load_plugins(entry_points=False), {name: read_sheet(name) for name in axes[-1]}
+admitted = refused = 0
+incomplete = []
+started = time.process_time()
+for model, attention, kv, quantization, dtype, policy, cache, overlap, page, sheet in combinations[:10_000]:
+    config = {"model": model, "weights": {"use": "random"}, "dtype": dtype,
+              "attention": {"use": attention, "kv_dtype": kv, "page_size": page}, "quantization": {"use": quantization},
+              "policy": {"use": policy}, "cache": {"use": cache}, "scheduler": {"overlap": overlap}}
+    try:
+        plan(config, plugins=plugins, hardware=sheets[sheet], contributed={"executor.use": "inline"})
+        admitted += 1
+    except PlanRefused as error:
+        refused += 1
+        incomplete += [str(r) for r in error.refusals if not (r.by and r.field and r.reason and r.fix and r.origin)]
+print(json.dumps({"seconds": time.process_time() - started, "admitted": admitted, "refused": refused,
+                  "incomplete": incomplete, "torch": "torch" in sys.modules, "of": len(combinations)}))
+"""
+
+
+@pytest.mark.timing
+def test_ten_thousand_combinations(tmp_path: Path) -> None:
+    quantized = {**TINY_V3, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    folders = [write_model(tmp_path / name, config)
+               for name, config in (("v3", TINY_V3), ("fp8", quantized), ("llama", TINY_LLAMA))]
+    done = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps([str(folder) for folder in folders])], text=True,
+                          capture_output=True, timeout=240, check=False,
+                          env={"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin"})
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    print(found)
+    assert found["admitted"] + found["refused"] == 10_000 <= found["of"]
+    assert found["admitted"] > 500 and found["refused"] > 500
+    assert found["incomplete"] == [] and not found["torch"]
+    assert found["seconds"] < 10, found
