@@ -42,23 +42,43 @@ def main(plan: EnginePlan, plugins: PluginSet) -> int:
     """Serve until a signal. Exit code 0 after a drain, 1 when the port is taken, loading fails or the engine dies."""
     options = ServerOptions.model_validate(plan.config.get("server", {}))
     log = LogOptions.model_validate(plan.config.get("log", {}))
-    set_up_logging(log)
     try:
         listener = bind(options.host, options.port)
     except OSError as error:
         print(f"glowplug: cannot listen on {options.host}:{options.port}: {error.strerror or error}", file=sys.stderr)
         return 1
+    set_up_logging(log)
     with listener:
         tokenizer = open_tokenizer(plan, plugins)
         parsers = [plugins.build(choice, plan, Worker()) for choice in plan.choices_in("outputs")]
+        return serve_until_done(plan, tokenizer, parsers, listener=listener, plugins=plugins, log=log,
+                                make=lambda: start_executor(plan, plugins))
 
-        async def serve() -> int:
-            client = EngineClient(plan, tokenizer, eos_ids(plan, tokenizer))
-            return await run(plan, client, tokenizer, parsers, listener=listener, plugins=plugins, log=log,
-                             make=lambda: start_executor(plan, plugins))
 
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(serve())
+def serve_until_done(plan: EnginePlan, tokenizer: Tokenizer | None, parsers: Sequence[OutputParserFactory], *,
+                     listener: socket.socket, make: Callable[[], Executor], plugins: Any = None,
+                     log: LogOptions | None = None) -> int:
+    """:func:`run` in a loop of its own. Ends the process itself when a signal came while ``make`` was still loading."""
+    loading = threading.Event()
+
+    def load() -> Executor:
+        loading.set()
+        try:
+            return make()
+        finally:
+            loading.clear()
+
+    async def serve() -> int:
+        client = EngineClient(plan, tokenizer, eos_ids(plan, tokenizer))
+        code = await run(plan, client, tokenizer, parsers, listener=listener, make=load, plugins=plugins, log=log)
+        if loading.is_set():
+            # NOTE: a thread cannot be stopped and leaving the loop would wait for it; ranks end when their pipe closes.
+            logging.shutdown()
+            os._exit(code)
+        return code
+
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(serve())
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -90,6 +90,7 @@ class FakeExecutor:
         self.running: dict[int, Running] = {}
         self.waiting: dict[int, Running] = {}
         self.stats = Stats(pages_total=4096, pages_free=4096, page_size=16)
+        self.silent = False
         self.profiled: list[str] = []
         self.priorities: list[int] = []
         self.salts: list[str] = []
@@ -128,6 +129,9 @@ class FakeExecutor:
     def _loop(self) -> None:
         beat = 0.0
         while not self._stop.is_set():
+            if self.silent:
+                time.sleep(0.01)
+                continue
             idle = not self.running and not self.waiting
             self._receive(block=idle)
             output = self._step()

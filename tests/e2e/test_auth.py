@@ -54,7 +54,10 @@ def test_every_route_is_closed_unless_listed(server: Served, method: str, path: 
             assert httpx.request(method, url, headers=bearer(key)).status_code in (200, 415)
 
 
-@pytest.mark.parametrize("value", ["", "Bearer", f"bearer{KEY}", f"Basic {KEY}", f"Bearer {KEY[:-1]}", f"Bearer {KEY} x"])
+NEAR = ["", "Bearer", f"bearer{KEY}", f"Basic {KEY}", f"Bearer {KEY[:-1]}", f"Bearer {KEY} x"]
+
+
+@pytest.mark.parametrize("value", NEAR)
 def test_near_keys_are_no_keys(server: Served, value: str) -> None:
     assert httpx.get(server.url + "/v1/models", headers={"Authorization": value}).status_code == 401
 
@@ -73,8 +76,9 @@ def raw(server: Served, request: bytes) -> bytes:
         return connection.recv(65536)
 
 
-CLOSED_PATHS = [b"/v1/models", b"//v1/models", b"/v1/../v1/models", b"/V1/models", b"/health/../v1/models", b"/v1/models/",
-                b"/v1/models?/health", b"/v1/models#/health", b"/%76%31/models", b"/health%2f..%2fv1%2fmodels",
+CLOSED_PATHS = [b"/v1/models", b"//v1/models", b"/v1/../v1/models", b"/V1/models", b"/health/../v1/models",
+                b"/v1/models/", b"/v1/models?/health",
+                b"/v1/models#/health", b"/%76%31/models", b"/health%2f..%2fv1%2fmodels",
                 b"http://x/v1/models", b"http://x/health/../v1/models", b"/health;/v1/models", b"/v1/models\\health"]
 HOSTS = [b"x", b"x/?", b"x#", b"x/health?", b"x\\@y", b"localhost/v1/models?", b"a b", b"", b"x:1:2/", b"\xff"]
 
@@ -116,10 +120,14 @@ def test_open_routes_can_be_closed() -> None:
         assert httpx.get(one.url + "/ready").status_code == 200
 
 
+def nothing() -> dict[str, str]:
+    return {}
+
+
 def test_a_plugin_cannot_add_a_route_past_the_gate() -> None:
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     router = APIRouter(prefix="/mine")
-    router.add_api_route("/x", lambda: {})
+    router.add_api_route("/x", nothing)
     app.include_router(router)
     require_guarded(app)
     app.mount("/apart", FastAPI())

@@ -1,4 +1,4 @@
-"""A client that leaves frees its sequence within a second, streaming or not, running or queued; aborts repeat harmlessly."""
+"""A client that leaves frees its sequence within a second: streaming or not, running or queued; and so does abort."""
 from __future__ import annotations
 
 import json
@@ -91,7 +91,8 @@ def test_leaving_with_a_reset_or_a_half_close(server: Served) -> None:
 
 def test_leaving_before_the_body_is_complete(server: Served) -> None:
     connection = socket.create_connection((server.host, server.port))
-    connection.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{")
+    connection.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                       b"Content-Length: 99\r\n\r\n{")
     connection.close()
     assert httpx.get(server.url + "/health").status_code == 200
 

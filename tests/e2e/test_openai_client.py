@@ -170,7 +170,8 @@ def test_token_ids_in_and_out(client: openai.OpenAI) -> None:
     assert answer.choices[0].token_ids == [120, 121, 257] and answer.prompt_token_ids == [256, *b"say:xy"]
     named = client.chat.completions.create(model="fake", messages=say("ab"), logprobs=True, extra_body={
         "return_tokens_as_token_ids": True})
-    assert [entry.token for entry in named.choices[0].logprobs.content] == ["token_id:97", "token_id:98", "token_id:257"]
+    tokens = [entry.token for entry in named.choices[0].logprobs.content]
+    assert tokens == ["token_id:97", "token_id:98", "token_id:257"]
 
 
 def test_engine_fields_reach_the_engine(server: Served, client: openai.OpenAI) -> None:

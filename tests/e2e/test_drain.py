@@ -1,0 +1,233 @@
+"""Start and end of a server: the port, /health and /ready while loading, signals, the engine's death."""
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from glowplug.core.plugins import load_plugins
+from glowplug.entrypoints import client as client_module
+from glowplug.entrypoints.server import main
+from glowplug.entrypoints.server.serve import bind
+from tests.e2e.fake_engine import FakeExecutor, make_plan
+from tests.e2e.serving import Served, served
+from tests.e2e.test_streaming import events
+
+ROOT = Path(__file__).resolve().parents[2]
+CHAT = "/v1/chat/completions"
+
+
+def ask(text: str, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], **fields}
+
+
+class Process:
+    """A server process. ``start`` begins a request in a thread; its answer is appended to ``answers``."""
+
+    def __init__(self, step: float, load: float, drain: float) -> None:
+        with bind("127.0.0.1", 0) as free:
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.answers: list[httpx.Response] = []
+        self._threads: list[threading.Thread] = []
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.e2e.fake_server", str(self.port), str(step), str(load), str(drain)],
+            cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+
+    def wait(self, path: str, status: int, seconds: float = 20.0) -> httpx.Response:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            try:
+                answer = httpx.get(self.url + path)
+            except httpx.TransportError:
+                pass
+            else:
+                if answer.status_code == status:
+                    return answer
+            time.sleep(0.02)
+        raise AssertionError(f"{path} never answered {status}")
+
+    def start(self, body: dict[str, Any]) -> None:
+        thread = threading.Thread(
+            target=lambda: self.answers.append(httpx.post(self.url + CHAT, json=body, timeout=30)))
+        thread.start()
+        self._threads.append(thread)
+
+    def wait_running(self, count: int) -> None:
+        deadline = time.monotonic() + 10
+        while f'num_requests_running{{model_name="fake"}} {count}\n' not in httpx.get(self.url + "/metrics").text:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def end(self, seconds: float) -> tuple[int, str]:
+        _, errors = self.process.communicate(timeout=seconds)
+        for thread in self._threads:
+            thread.join(5)
+        return self.process.returncode, errors
+
+
+@contextmanager
+def process(step: float = 0.01, load: float = 0.0, drain: float = 20.0) -> Iterator[Process]:
+    one = Process(step, load, drain)
+    try:
+        yield one
+    finally:
+        one.process.kill()
+        one.process.wait()
+
+
+def test_sigterm_lets_running_work_finish_and_takes_no_new() -> None:
+    with process() as one:
+        one.wait("/ready", 200)
+        text = "x" * 100  # a second and more
+        one.start(ask(f"say:{text}", stream=True))
+        one.start(ask(f"say:{text}"))
+        one.wait_running(2)
+        one.process.send_signal(signal.SIGTERM)
+        assert one.wait("/ready", 503, 1.0).json()["error"]["code"] == "draining"
+        assert one.wait("/health", 200).json()["status"] == "draining"
+        refused = httpx.post(one.url + CHAT, json=ask("late"))
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        code, errors = one.end(15)
+        assert code == 0 and "Traceback" not in errors
+        streamed, whole = sorted(one.answers, key=lambda answer: answer.headers["content-type"], reverse=True)
+        assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in events(streamed.text)) == text
+        assert whole.json()["choices"][0]["message"]["content"] == text
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(one.url + "/health")
+
+
+def test_the_drain_limit_ends_what_is_left_with_a_reason() -> None:
+    with process(drain=0.3) as one:
+        one.wait("/ready", 200)
+        one.start(ask("say:x", stream=True, ignore_eos=True))
+        one.wait_running(1)
+        one.process.send_signal(signal.SIGTERM)
+        code, errors = one.end(6)
+        assert code == 0 and "Traceback" not in errors
+        assert events(one.answers[0].text)[-1]["choices"][0]["finish_reason"] == "abort"
+
+
+def test_a_second_signal_exits_at_once() -> None:
+    with process(drain=60) as one:
+        one.wait("/ready", 200)
+        connection = socket.create_connection(("127.0.0.1", one.port))
+        body = b'{"messages": [{"role": "user", "content": "hang:"}]}'
+        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                           b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        one.wait_running(1)
+        one.process.send_signal(signal.SIGTERM)
+        one.wait("/ready", 503)
+        start = time.monotonic()
+        one.process.send_signal(signal.SIGTERM)
+        code, _ = one.end(5)
+        assert code == 130 and time.monotonic() - start < 2
+        connection.close()
+
+
+def test_a_signal_while_loading_does_not_wait_for_the_weights() -> None:
+    with process(load=120) as one:
+        assert one.wait("/health", 200).json()["status"] == "starting"
+        one.process.send_signal(signal.SIGINT)
+        assert one.end(8)[0] == 0
+
+
+def test_the_port_answers_while_the_model_loads() -> None:
+    with served(FakeExecutor(load_seconds=1.0), ready=False) as one:
+        assert httpx.get(one.url + "/health").json() == {"status": "starting"}
+        calls = (("GET", "/ready", None), ("GET", "/health_generate", None), ("POST", CHAT, ask("x")))
+        for method, path, body in calls:
+            answer = httpx.request(method, one.url + path, json=body)
+            assert answer.status_code == 503 and answer.json()["error"]["code"] == "starting"
+            assert int(answer.headers["retry-after"]) > 0
+        assert httpx.get(one.url + "/v1/models").status_code == 200
+        one.wait_ready()
+        assert httpx.post(one.url + CHAT, json=ask("say:x")).status_code == 200
+
+
+def test_a_taken_port_is_one_line_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with bind("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        start = time.monotonic()
+        assert main(make_plan(server={"port": port}), load_plugins(defaults=(), entry_points=False)) == 1
+    assert time.monotonic() - start < 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and str(port) in lines[0] and "in use" in lines[0]
+
+
+def test_a_failed_start_ends_the_server() -> None:
+    executor = FakeExecutor()
+
+    def refuse(plan: object) -> None:
+        raise client_module.EngineDead("rank 0 (weights): model-3.safetensors is 12 bytes short")
+
+    executor.start = refuse  # type: ignore[method-assign]
+    with served(executor, ready=False) as one:
+        assert one.join(5) == 1
+
+
+def test_the_engines_death_reaches_every_request_and_ends_the_server() -> None:
+    executor = FakeExecutor(step_seconds=0.01)
+    with served(executor) as one:
+        answers: list[httpx.Response] = []
+        bodies = [ask("say:x", stream=stream, ignore_eos=True) for stream in (True, False)]
+        threads = [threading.Thread(target=lambda body=body: answers.append(
+            httpx.post(one.url + CHAT, json=body, timeout=20))) for body in bodies]
+        for thread in threads:
+            thread.start()
+        while len(executor.running) < 2:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        executor.die()
+        for thread in threads:
+            thread.join(5)
+        assert one.join(10) == 1
+    streamed = next(answer for answer in answers if answer.status_code == 200)
+    whole = next(answer for answer in answers if answer.status_code == 500)
+    assert whole.json()["error"]["code"] == "engine_dead"
+    assert "[DONE]" not in streamed.text and '"code":"engine_dead"' in streamed.text
+    assert "secret" not in streamed.text + whole.text and "0x" not in streamed.text + whole.text
+
+
+def test_a_silent_engine_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "HEARTBEAT_LIMIT", 0.6)
+    executor = FakeExecutor()
+    with served(executor) as one:
+        assert httpx.get(one.url + "/health").status_code == 200
+        executor.silent = True
+        time.sleep(1.0)
+        for path in ("/health", "/ready"):
+            answer = httpx.get(one.url + path)
+            assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_dead"
+        executor.silent = False
+
+
+def test_health_generate_makes_a_token_and_spares_a_busy_engine() -> None:
+    executor = FakeExecutor(step_seconds=0.01)
+    with served(executor) as one:
+        assert httpx.get(one.url + "/health_generate").status_code == 200
+        assert executor.stats.output_tokens == 1
+        thread = threading.Thread(target=lambda: httpx.post(one.url + CHAT, json=ask("say:" + "x" * 100), timeout=20))
+        thread.start()
+        wait_until_running(one)
+        seen = len(executor.params)
+        assert httpx.get(one.url + "/health_generate").status_code == 200
+        assert len(executor.params) == seen
+        thread.join(10)
+
+
+def wait_until_running(one: Served) -> None:
+    while not one.context.client.stats().running:
+        time.sleep(0.01)

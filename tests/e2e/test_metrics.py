@@ -1,0 +1,92 @@
+"""/metrics: Prometheus text with vLLM's stems, other names on request, figures that add up, bounded labels."""
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.e2e.serving import Served, gauge, served
+
+VALUE = r'"(?:[^"\\\n]|\\.)*"'
+LINE = re.compile(r"^[a-zA-Z_:][a-zA-Z0-9_:]*\{model_name=" + VALUE + r"(,[a-z_]+=" + VALUE + r")*\} [0-9.e+-]+$")
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+def server() -> Iterator[Served]:
+    with served(metrics={"compat": ["vllm", "sglang"]}, server={"served_model_name": 'odd"name\n'}) as one:
+        yield one
+
+
+def scrape(server: Served) -> str:
+    answer = httpx.get(server.url + "/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    return answer.text
+
+
+def test_every_line_parses_and_every_series_has_a_type(server: Served) -> None:
+    typed = set()
+    for line in scrape(server).splitlines():
+        if line.startswith("# TYPE "):
+            name, kind = line.split()[2:]
+            assert kind in ("counter", "gauge", "histogram") and name not in typed
+            typed.add(name)
+        elif not line.startswith("#"):
+            assert LINE.match(line), line
+            assert re.sub(r"(_bucket|_sum|_count)?\{.*", "", line) in typed
+
+
+def test_counts_add_up(server: Served) -> None:
+    for i in range(3):
+        messages = [{"role": "user", "content": "say:abc"}]
+        httpx.post(server.url + CHAT, json={"messages": messages, "n": 2, "max_tokens": 9, "stream": bool(i % 2)})
+    text = scrape(server)
+    assert gauge(text, "num_requests_total") == 3
+    assert gauge(text, "generation_tokens_total") == 3 * 2 * 4
+    assert gauge(text, "prompt_tokens_total") == 3 * 2 * (len("say:abc") + 3)
+    assert gauge(text, "e2e_request_latency_seconds_count") == gauge(text, "time_to_first_token_seconds_count") == 6
+    assert gauge(text, "inter_token_latency_seconds_count") == 6 * 3
+    assert gauge(text, "request_generation_tokens_sum") == 24
+    assert gauge(text, "request_params_max_tokens_sum") == 6 * 9 and gauge(text, "request_params_n_sum") == 6
+    assert 'request_success_total{model_name="odd\\"name\\n",finished_reason="stop"} 6' in text
+
+
+def test_histogram_buckets_are_cumulative(server: Served) -> None:
+    httpx.post(server.url + CHAT, json={"messages": [{"role": "user", "content": "say:abc"}]})
+    counts = [float(line.rpartition(" ")[2]) for line in scrape(server).splitlines()
+              if line.startswith("glowplug:request_generation_tokens_bucket")]
+    assert counts == sorted(counts) and counts[0] == 0 and counts[-1] == 1
+    assert counts[2] == 1  # four tokens: at most five
+
+
+def test_other_names_have_the_same_values(server: Served) -> None:
+    httpx.post(server.url + CHAT, json={"messages": [{"role": "user", "content": "say:abc"}]})
+    text = scrape(server)
+    for prefix, theirs, ours in (("vllm", "generation_tokens_total", "generation_tokens_total"),
+                                 ("vllm", "time_to_first_token_seconds_count", "time_to_first_token_seconds_count"),
+                                 ("vllm", "kv_cache_usage_perc", "kv_cache_usage_perc"),
+                                 ("sglang", "num_running_reqs", "num_requests_running"),
+                                 ("sglang", "token_usage", "kv_cache_usage_perc"),
+                                 ("sglang", "max_total_num_tokens", "max_total_num_tokens")):
+        assert gauge(text, theirs, prefix) == gauge(text, ours)
+    for prefix in ("vllm", "sglang"):
+        assert sum(line.startswith(f"# TYPE {prefix}:") for line in text.splitlines()) >= 15
+
+
+def test_labels_do_not_grow_with_what_clients_send(server: Served) -> None:
+    with httpx.Client(base_url=server.url) as client:
+        for i in range(20):
+            client.get(f"/nowhere/{i}")
+            client.get(f"/v1/models/model-{i}")
+            client.request("PROPFIND", f"/health?{i}")
+    handlers = set(re.findall(r'http_requests_total\{[^}]*handler="([^"]*)"', scrape(server)))
+    assert handlers <= {"unmatched", "/v1/models/{model:path}", "/ready", "/metrics", "/health"}
+
+
+def test_metrics_can_be_off() -> None:
+    with served(metrics={"enabled": False}) as one:
+        assert httpx.get(one.url + "/metrics").status_code == 404
+    with served() as one:
+        assert "vllm:" not in scrape(one)
