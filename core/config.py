@@ -247,8 +247,9 @@ def _items_without_use(data: dict[str, Any], plugins: PluginSet, origins: Mappin
     """List items that do not say which component they are for are refused and left out."""
     refusals = []
     for slot in SLOTS:
-        items = data.get(slot.section) if slot.many else None
-        for number, item in enumerate(items if isinstance(items, list) else ()):
+        found = data.get(slot.section) if slot.many else None
+        items: list[Any] = found if isinstance(found, list) else []
+        for number, item in enumerate(items):
             if isinstance(item, dict) and "use" not in item:
                 refusals.append(without_use(slot, (slot.section, number), plugins, origins))
                 items[number] = None

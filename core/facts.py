@@ -27,7 +27,8 @@ class ModelFacts:
         architecture: first of ``architectures``.
         format: weight format found ("safetensors", "gguf", "none" when there are no weights).
         kind: attention kind, "mla" or "mha".
-        config: config.json as a plain dict, normalised: ``rope_parameters`` folded into ``rope_scaling``/``rope_theta``.
+        config: config.json as a plain dict, normalised: ``rope_parameters`` folded into ``rope_scaling`` and
+            ``rope_theta``, see ``facts_read.normalise``.
         dtype: ``torch_dtype`` of the checkpoint.
         quant_method: ``quantization_config.quant_method`` or "none".
         quant_block: weight block shape or None.

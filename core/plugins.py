@@ -83,7 +83,7 @@ class PluginSet:
         self.sources: list[PluginSource] = []
         self._slots: dict[str, list[Registration]] = {slot.name: [] for slot in SLOTS}
         self._owner: dict[tuple[str, str], PluginSource] = {}
-        self._models: dict[tuple[str, int], ModelReading] = {}
+        self._models: dict[tuple[str, int, int], ModelReading] = {}
         for source in sources:
             self._add(source, timeout)
 
@@ -146,10 +146,10 @@ class PluginSet:
         return found.component, f"{found.distribution} {found.version}".rstrip()
 
     def read_model(self, name: str) -> ModelReading:
-        """Facts of ``model = name``, kept until its config.json changes. FactsError, WeightError."""
+        """Facts of ``model = name``, kept until the folder or its config.json changes. FactsError, WeightError."""
         path = locate_model(name)
-        stated = path / "config.json" if path.is_dir() else path
-        key = (str(path), stated.stat().st_mtime_ns if stated.exists() else 0)
+        stated = path / "config.json"
+        key = (str(path), path.stat().st_mtime_ns, stated.stat().st_mtime_ns if stated.exists() else 0)
         if key not in self._models:
             facts: ModelFacts | None = self.hook.read_model_facts(path=path)
             if facts is None:

@@ -1,11 +1,12 @@
 """Reasoning parser for models that think between ``<think>`` and ``</think>``: DeepSeek-R1, and V3.1 on request."""
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from glowplug.core.component import Component
+from glowplug.core.facts import Facts
 from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import OutputOffers
 from glowplug.core.options import OutputOptions
@@ -25,3 +26,9 @@ def register_output_parsers() -> list[Component]:
         factory="glowplug.plugins.outputs.deepseek_r1_runtime:DeepseekR1",
         offers=OutputOffers(kind="reasoning", aliases=frozenset({"deepseek-r1"})),
         summary="splits <think>...</think> from the answer")]
+
+
+@hookimpl
+def contribute_defaults(facts: Facts) -> dict[str, Any]:
+    """A model whose chat template knows the tag is served with the parser, unless the operator lists others."""
+    return {"outputs": [{"use": "deepseek_r1"}]} if "<think>" in facts.model.chat_template else {}

@@ -11,7 +11,7 @@ from glowplug.core.configfile import Layer, merge, read_config, set_path
 from glowplug.core.errors import ConfigError
 from glowplug.core.plugins import PluginSet
 
-# ---- keys and values --------------------------------------------------------------------------------------------------
+# ---- keys and values ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("config", "field", "said"), [
@@ -72,7 +72,7 @@ def test_the_parsed_configuration_is_frozen(plugins: PluginSet, v3: Path) -> Non
         config.dtype = "float16"  # type: ignore[misc]
 
 
-# ---- files ------------------------------------------------------------------------------------------------------------
+# ---- files ----------------------------------------------------------------------------------------------------------
 
 TOML = '''# a comment with [brackets] and a = sign
 model = "x" # [not.a.table]
@@ -204,7 +204,7 @@ def test_variables_of_the_environment(plugins: PluginSet, tmp_path: Path, monkey
     assert [r.field for r in layer.refusals] == ["model"] and "v.yaml:4" in layer.refusals[0].reason
 
 
-# ---- layers -----------------------------------------------------------------------------------------------------------
+# ---- layers ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_command_line_lies_over_the_file() -> None:

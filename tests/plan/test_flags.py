@@ -48,7 +48,8 @@ PUBLISHED: list[tuple[list[str], dict[str, Any]]] = [
     (["--speculative-algorithm", "NEXTN", "--speculative-draft-model-path", "d", "--speculative-num-steps", "3",
       "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"],
      {"speculative": {"use": "nextn", "draft_model": "d", "steps": 3, "topk": 1, "draft_tokens": 4}}),
-    (["--speculative-algo", "EAGLE", "--speculative-draft", "d"], {"speculative": {"use": "eagle", "draft_model": "d"}}),
+    (["--speculative-algo", "EAGLE", "--speculative-draft", "d"],
+     {"speculative": {"use": "eagle", "draft_model": "d"}}),
     (["--max-running-requests", "768"], {"scheduler": {"max_running_requests": 768}}),
     (["--mem-fraction-static", "0.7"], {"memory": {"fraction": 0.7}}),
     (["--dist-timeout", "3600"], {"collectives": {"timeout": 3600.0}}),
@@ -112,7 +113,7 @@ def test_config_fields_exist(plugins: PluginSet) -> None:
             assert plain in known or plain.startswith(to_come), path
 
 
-# ---- precedence, contradictions, notes --------------------------------------------------------------------------------
+# ---- precedence, contradictions, notes ------------------------------------------------------------------------------
 
 
 def test_command_line_over_file_over_contributed_over_default(plugins: PluginSet, v3: Path, tmp_path: Path) -> None:

@@ -81,6 +81,17 @@ def test_a_plugin_contributes_for_these_facts(planned, cpu: HardwareFacts, v3: P
     assert planned({"scheduler": {"chunk_size": 32}}, plugins=own).sizes.chunk_size == 32
 
 
+def test_a_thinking_chat_template_brings_its_parser(planned, tmp_path: Path) -> None:
+    folder = write_model(tmp_path, TINY_V3)
+    assert planned({"model": str(folder)}).choices_in("outputs") == ()
+    (folder / "chat_template.jinja").write_text("{{ '<think>' }}")
+    (folder / "config.json").touch()
+    plan = planned({"model": str(folder)})
+    assert [choice.name for choice in plan.choices_in("outputs")] == ["deepseek_r1"]
+    assert decision(plan, "outputs.0.use")[1:] == ("glowplug.plugins.outputs.deepseek_r1", "contributed default")
+    assert planned({"model": str(folder), "outputs": []}).choices_in("outputs") == ()
+
+
 def test_operator_values_keep_their_place(planned) -> None:
     plan = planned({"server": {"port": 4}, "seed": 9}, lines={"server.port": 12}, origins={"seed": "--seed 9"},
                    source="engine.toml")

@@ -15,6 +15,7 @@ from tests.source_tree import ROOT, dotted, name_of, sources, tree
 ENVIRONMENT_ACCESS = {
     "core/profiling.py",  # GLOWPLUG_PROFILE_DIR, a debug switch
     "core/configfile.py",  # "${NAME}" in the operator's own file
+    "core/machine.py",  # CUDA_VISIBLE_DEVICES: which devices the driver gives this process
     "core/facts_read.py",  # HF_HOME: where the hub's own tools keep downloaded models
     "models/embedded/batches.py",  # training: tells the tokenizer's library that workers follow
     "entrypoints/bench/local_server.py",  # hands its own environment to a child
