@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from glowplug.core.errors import RequestError
-from glowplug.core.messages import Abort, Control, Finished, Inbound, Outbound, Reply, StepOutput, Submit
+from glowplug.core.messages import Abort, Control, Finished, Inbound, Outbound, Reply, Stats, StepOutput, Submit
+from glowplug.core.observe import StepTimer
 from glowplug.core.protocols import Collectives, ParallelStrategy, Scheduler
 from glowplug.core.request import Sequence
 from glowplug.core.runner import InFlight, Runner
@@ -38,8 +39,7 @@ class Engine:
         self.controls = {"flush": self._flush, **(controls or {})}
         self._inflight: InFlight | None = None
         self._stats_due = 0.0
-        self._step_seconds = 0.0
-        self._bubble_seconds = 0.0
+        self._timer = StepTimer()
         self._was_busy = False
 
     @property
@@ -98,9 +98,11 @@ class Engine:
 
     def step(self) -> list[Outbound]:
         """Launch at most one batch and commit at most one; returns what was committed."""
-        started = time.perf_counter()
         batch = self.scheduler.next_batch()
-        launched = self.runner.launch(batch) if batch is not None else None
+        launched = None
+        if batch is not None:
+            self._timer.launch()
+            launched = self.runner.launch(batch)
         outputs: list[Outbound] = []
         if self.overlap:
             due, self._inflight = self._inflight, launched
@@ -111,14 +113,12 @@ class Engine:
         pending = self.scheduler.take_pending()
         if pending is not None:
             outputs.append(pending)
-        self._step_seconds += time.perf_counter() - started
         self._attach_stats(outputs)
         return outputs
 
     def _commit(self, inflight: InFlight) -> StepOutput:
-        waiting = time.perf_counter()
         result = inflight.wait()
-        self._bubble_seconds += time.perf_counter() - waiting
+        self._timer.done()
         output = self.scheduler.commit(inflight.batch, result)
         for observer in self.observers:
             observer.step(inflight.batch, output)
@@ -129,19 +129,19 @@ class Engine:
         busy = not self.idle
         turned_idle = self._was_busy and not busy
         self._was_busy = busy
+        if not busy:
+            self._timer.idle()
         if not turned_idle and now < self._stats_due:
             return
         self._stats_due = now + STATS_EVERY
-        stats = self.scheduler.load()
-        stats.step_seconds, stats.bubble_seconds = self._step_seconds, self._bubble_seconds
+        stats = self._stats()
         last = outputs[-1] if outputs else None
         if isinstance(last, StepOutput):
             last.stats = stats
         else:
             outputs.append(StepOutput(stats=stats))
 
-    def heartbeat(self) -> StepOutput:
-        """Statistics for an idle engine."""
+    def _stats(self) -> Stats:
         stats = self.scheduler.load()
-        stats.step_seconds, stats.bubble_seconds = self._step_seconds, self._bubble_seconds
-        return StepOutput(stats=stats)
+        stats.step_seconds, stats.bubble_seconds = self._timer.step_seconds, self._timer.bubble_seconds
+        return stats
