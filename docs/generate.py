@@ -67,7 +67,7 @@ def hook_entry(node: ast.FunctionDef) -> str:
     spec = getattr(hookspecs, node.name)
     first = getattr(spec, f"{hookspecs.PROJECT}_spec")["firstresult"]
     result = ast.unparse(node.returns) if node.returns else ""
-    lines = [f"### `{node.name}`", "", f"```python\ndef {node.name}({ast.unparse(node.args)}) -> {result}\n```", ""]
+    lines = [f"### `{node.name}`", "", f"```python\ndef {node.name}({ast.unparse(node.args)}) -> {result}: ...\n```", ""]
     lines += [text_of(spec), ""]
     if first:
         lines += ["The first plugin that does not return None decides.", ""]
@@ -132,12 +132,18 @@ def _bounds(metadata: list[Any]) -> Iterator[str]:
                 yield f"{sign} {value}"
 
 
+def unchanged(base: Any, model: Any) -> frozenset[str]:
+    """Fields that a component takes over from its slot's base as they are, and ``use``."""
+    fields = model.model_fields
+    same = {name for name, field in (base.model_fields if base else {}).items() if repr(fields[name]) == repr(field)}
+    return frozenset(same | {"use"})
+
+
 HEAD = ("option", "type", "default", "meaning")
 
 
 def slot_options(slot: Slot, plugins: PluginSet) -> str:
     base = OPTION_BASES.get(slot.name)
-    common = frozenset(base.model_fields) | {"use"} if base else frozenset({"use"})
     lines = [f"## `[{'[' if slot.many else ''}{slot.section}]{']' if slot.many else ''}`", ""]
     lines += [f"Default `use = \"{slot.default}\"`." + (" A list; order matters." if slot.many else ""), ""]
     shared = option_rows(base, frozenset({"use"})) if base else []
@@ -146,7 +152,7 @@ def slot_options(slot: Slot, plugins: PluginSet) -> str:
     for found in plugins.components(slot.name):
         component = found.component
         lines += [f"### `use = \"{component.name}\"`", "", component.summary, ""]
-        own = option_rows(component.options, common)
+        own = option_rows(component.options, unchanged(base, component.options))
         lines += [table(HEAD, own)] if own else []
     return "\n".join(lines)
 
