@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -48,6 +49,12 @@ class World:
         pages = torch.from_numpy(self.batch.pages[index].astype(np.int64))
         slots = (pages[:, None] * self.page_size + torch.arange(self.page_size)).flatten()
         return slots[: row.length]
+
+    def move(self, device: str, dtype: torch.dtype) -> None:
+        """Put cache and batch where and as the backend expects them."""
+        self.pools = {name: pool.to(device, dtype) for name, pool in self.pools.items()}
+        for name in ("page_table", "kv_lens_device", "query_starts", "slots"):
+            setattr(self.batch, name, getattr(self.batch, name).to(device))
 
     def limits(self) -> Limits:
         return Limits(rows=len(self.rows), step_tokens=self.batch.num_tokens, context=4096, page_size=self.page_size,
@@ -93,6 +100,13 @@ def random_rows(rng: np.random.Generator, page_size: int, width: int = 1) -> lis
         prefix = 0 if rng.random() < 0.5 else length()
         rows.append(Row(prefix + queries, queries, prefill=True))
     return rows
+
+
+#: where and in what dtype layouts are tried, with the error allowed against the float64 definition
+PLACES = [pytest.param("cpu", torch.float32, 2e-6, id="cpu-float32"),
+          pytest.param("cpu", torch.bfloat16, 3e-2, id="cpu-bfloat16"),
+          pytest.param("cuda", torch.float32, 5e-3, id="cuda-float32", marks=pytest.mark.gpu),
+          pytest.param("cuda", torch.bfloat16, 3e-2, id="cuda-bfloat16", marks=pytest.mark.gpu)]
 
 
 def fake_plan(page_size: int, **facts: object) -> SimpleNamespace:

@@ -7,13 +7,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from tests.contract.attention_world import Row, World, fake_plan, make_world, random_rows
 from torch import Tensor
 
 from glowplug.core.protocols import Worker
 from glowplug.kernels.mha import mha_reference
 from glowplug.plugins.attention.torch_mha import TorchMhaOptions
 from glowplug.plugins.attention.torch_mha_runtime import TorchMha
+from tests.contract.attention_world import PLACES, Row, World, fake_plan, make_world, random_rows
 
 DIM = 8
 
@@ -27,22 +27,24 @@ class Layer:
     scale: float = 0.41
 
 
-def backend(page_size: int, layer: Layer, small: bool = False) -> TorchMha:
+def backend(page_size: int, layer: Layer, small: bool = False, dtype: torch.dtype = torch.float32) -> TorchMha:
     plan = fake_plan(page_size, num_kv_heads=layer.kv_heads, head_dim=DIM)
-    made = TorchMha(TorchMhaOptions(), cast(Any, plan), Worker(dtype=torch.float32))
+    made = TorchMha(TorchMhaOptions(), cast(Any, plan), Worker(dtype=dtype))
     if small:  # groups split and prefixes go in pieces already at these lengths
         made._limits = replace(made._limits, decode_keys=97, keys=23, queries=60)
     return made
 
 
-def run(made: TorchMha, world: World, layer: Layer, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def run(made: TorchMha, world: World, layer: Layer, generator: torch.Generator, device: str,
+        dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(backend's output, float64 reference), both [T, H * D]."""
     k = world.fill("k", (layer.kv_heads, DIM), generator)
     v = world.fill("v", (layer.kv_heads, DIM), generator)
     q = torch.randn(k.shape[0], layer.heads, DIM, generator=generator)
+    world.move(device, dtype)
     made.reserve(world.limits())
     made.plan_step(world.batch, None)
-    out = made.mha(q, k, v, layer)
+    out = made.mha(q.to(device, dtype), k.to(device, dtype), v.to(device, dtype), layer).cpu()
     expected, at = [], 0
     for index, row in enumerate(world.rows):
         expected.append(mha_reference(q[at : at + row.queries], world.cached["k"][index], world.cached["v"][index],
@@ -51,16 +53,19 @@ def run(made: TorchMha, world: World, layer: Layer, generator: torch.Generator) 
     return out, torch.cat(expected).flatten(1)
 
 
+@pytest.mark.parametrize(("device", "dtype", "error"), PLACES)
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize("small", [True, False])
 @pytest.mark.parametrize("page_size", [1, 7, 16])
-@pytest.mark.parametrize("seed", range(4))
-def test_random_layouts(seed: int, page_size: int, small: bool, heads: tuple[int, int]) -> None:
+@pytest.mark.parametrize("seed", range(3))
+def test_random_layouts(seed: int, page_size: int, small: bool, heads: tuple[int, int], device: str,
+                        dtype: torch.dtype, error: float) -> None:
     generator, layer = torch.Generator().manual_seed(seed), Layer(*heads)
     rng = np.random.default_rng(seed * 37 + page_size)
     world = make_world(random_rows(rng, page_size, width=1 + seed % 4), page_size, seed, spare_columns=seed % 3)
-    out, expected = run(backend(page_size, layer, small), world, layer, generator)
-    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=2e-6)
+    made = backend(page_size, layer, small, dtype)
+    out, expected = run(made, world, layer, generator, device, dtype)
+    torch.testing.assert_close(out.double(), expected, rtol=5 * error, atol=error)
 
 
 def test_the_step_is_stored_and_alone_equals_in_a_batch() -> None:
