@@ -1,0 +1,67 @@
+"""``glowplug demo``: the plan, then a streamed answer of the embedded model and its speed. Offline, on any machine."""
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from glowplug.core.plan_table import render
+from glowplug.core.request import SamplingParams
+from glowplug.entrypoints.delta import Delta
+
+PROMPT = "What is 27 + 15?"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", nargs="?", default=PROMPT, help=f"what to ask (default: {PROMPT!r})")
+    parser.add_argument("--model", default="embedded", help="another model folder (default: the embedded model)")
+    parser.add_argument("--max-tokens", type=int, default=200)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--think", action="store_true", help="ask for the reasoning form of the answer")
+
+
+def run(args: argparse.Namespace) -> int:
+    from glowplug.entrypoints.llm import LLM
+
+    params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
+    thinking = {"thinking": True} if args.think else {}
+    start = time.perf_counter()
+    with LLM(model=args.model) as llm:
+        print(render(llm.plan))
+        print(f"\nready in {time.perf_counter() - start:.1f} s\n\n> {args.prompt}\n")
+        speed = show(llm.stream([{"role": "user", "content": args.prompt}], params, **thinking))
+    print(f"\n\n{speed}")
+    return 0
+
+
+@dataclass
+class Speed:
+    """Tokens and seconds of one streamed answer. ``first``: from asking to the first token."""
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    first: float = 0.0
+    total: float = 0.0
+
+    def __str__(self) -> str:
+        text = (f"{self.prompt_tokens} prompt tokens, {self.output_tokens} output tokens: "
+                f"first after {self.first * 1000:.0f} ms")
+        if self.output_tokens < 2 or self.total <= self.first:
+            return text
+        return f"{text}, then {(self.output_tokens - 1) / (self.total - self.first):.1f} tokens/s"
+
+
+def show(deltas: Iterable[Delta]) -> Speed:
+    """Print an answer as it comes."""
+    speed = Speed()
+    start = time.perf_counter()
+    for delta in deltas:
+        if delta.token_ids and not speed.output_tokens:
+            speed.first = time.perf_counter() - start
+        speed.prompt_tokens, speed.output_tokens = delta.prompt_tokens, delta.output_tokens
+        sys.stdout.write(delta.text)
+        sys.stdout.flush()
+    speed.total = time.perf_counter() - start
+    return speed
