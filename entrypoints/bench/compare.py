@@ -22,7 +22,7 @@ from glowplug.entrypoints.bench.datasets import Prompt
 from glowplug.entrypoints.bench.engine_options import add_engine_options, engine_config
 from glowplug.entrypoints.bench.http_stream import Target
 from glowplug.entrypoints.bench.load import Load, drive
-from glowplug.entrypoints.bench.local_server import LocalServer
+from glowplug.entrypoints.bench.local_server import MODEL, LocalServer
 
 if TYPE_CHECKING:
     from glowplug.entrypoints.bench.transformers_side import TransformersSide
@@ -144,7 +144,7 @@ def _serving(args: argparse.Namespace, llm: LLM, config: dict[str, Any], rounds:
 
 def _served(target: Target, prompts: Ids, count: int) -> float:
     requests = [Prompt(len(ids), count, ids=ids) for ids in prompts]
-    outcomes, seconds = asyncio.run(drive(target, BACKENDS["glowplug"], Request("embedded"), requests, Load(),
+    outcomes, seconds = asyncio.run(drive(target, BACKENDS["glowplug"], Request(MODEL), requests, Load(),
                                           lambda: None))
     failed = [outcome.error for outcome in outcomes if not outcome.ok]
     if failed:

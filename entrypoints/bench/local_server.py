@@ -15,6 +15,8 @@ from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
+MODEL = "bench"  #: the name it serves under
+
 
 class LocalServer:
     """``with LocalServer({"model": "embedded"}) as server: ... server.base_url``. Ready on entry, gone on exit.
@@ -30,7 +32,7 @@ class LocalServer:
     def __enter__(self) -> LocalServer:
         self._folder = tempfile.TemporaryDirectory(prefix="glowplug-bench-")
         folder = Path(self._folder.name)
-        server = {**self.config.get("server", {}), "host": "127.0.0.1", "port": self.port}
+        server = {**self.config.get("server", {}), "host": "127.0.0.1", "port": self.port, "served_model_name": MODEL}
         (folder / "config.json").write_text(json.dumps({**self.config, "server": server}))
         self._log = folder / "log"
         environment = dict(os.environ)
