@@ -24,7 +24,6 @@ from glowplug.core.request import SamplingParams, Sequence
 from glowplug.core.rows import SequenceTable
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from glowplug.core.build import BuildContext
@@ -228,7 +227,7 @@ class ExpertsMethod(Protocol):
     def finalize(self) -> None: ...
 
     def apply(self, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor:
-        """x [T, hidden], ids int64 [T, K] (local expert numbers, -1: not here), weights float32 [T, K] -> [T, hidden]."""
+        """x [T, hidden], ids int64 [T, K] (of the experts held, -1: not here), weights float32 [T, K] -> [T, hidden]."""
         ...
 
 
@@ -390,7 +389,7 @@ class PrefixCache(Protocol):
         ...
 
     def insert(self, tokens: NDArray[np.int32], pages: NDArray[np.int32], salt: str) -> NDArray[np.int32]:
-        """Take ownership of ``pages`` (covering ``tokens``, whole pages). Returns the pages it did not need, to free."""
+        """Take ownership of ``pages`` (covering ``tokens``, whole pages). Returns the pages it did not need."""
         ...
 
     def lock(self, match: PrefixMatch, delta: int) -> None:
@@ -584,7 +583,7 @@ class Ops(Protocol):
         rms_norm: (x [..., N], weight [N], eps) -> y.
         add_rms_norm: (x, residual, weight, eps) -> (normed, residual + x).
         silu_and_mul: x [..., 2I] -> silu(first half) * second half.
-        rope_table: (dim, context, theta, scaling, max_positions) -> float32 [context or more, dim], cosines, then sines.
+        rope_table: (dim, context, theta, scaling, max_positions) -> float32 [context or more, dim], cosines then sines.
         rope_at: (table, positions int64 [T], interleaved) -> whatever ``rope`` needs; once a step, opaque to layers.
         rope: (q [T, H, R], k [T, G, R], what rope_at returned) -> rotated (q, k).
         topk_softmax: (logits float32 [T, E], k, groups, topk_groups, renormalize, scale) -> weights float32 [T, K],

@@ -37,6 +37,8 @@ def experts_host(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tenso
     """
     tokens, pairs = ids.shape[0], ids.numel()
     experts = w13.shape[0]
+    if not tokens:
+        return torch.zeros_like(x)
     if tokens == 1 or (pairs <= MAX_PAIRWISE and pairs * 2 <= experts):
         return _pairwise(x, w13, w2, ids, weights, activate)
     flat = ids.numpy().ravel()

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 
-def _outside(group_scores: Tensor, topk_groups: int, experts: int) -> Tensor:
-    """bool [T, E]: the expert's group is not among the best."""
-    tokens, groups = group_scores.shape
+def _leave_out(scores: Tensor, group_scores: Tensor, topk_groups: int, value: float) -> None:
+    """Overwrite with ``value`` the scores [T, groups, experts a group] of all but the best groups."""
     best = group_scores.topk(topk_groups, dim=-1, sorted=False).indices
     outside = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, best, False)
-    return outside.unsqueeze(-1).expand(tokens, groups, experts // groups).reshape(tokens, experts)
+    scores.masked_fill_(outside.unsqueeze(-1), value)
 
 
 def _finish(weights: Tensor, renormalize: bool, scale: float) -> Tensor:
+    """Overwrites ``weights``."""
     if renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights if scale == 1.0 else weights * scale
+        weights.div_(weights.sum(-1, keepdim=True).add_(1e-20))
+    return weights if scale == 1.0 else weights.mul_(scale)
 
 
 def topk_softmax(
@@ -29,9 +29,8 @@ def topk_softmax(
     """DeepSeek-V2: softmax scores; a group counts as much as its best expert ("group_limited_greedy")."""
     scores = logits.softmax(-1, dtype=torch.float32)
     if topk_groups < groups:
-        tokens, experts = scores.shape
-        best = scores.view(tokens, groups, -1).amax(-1)
-        scores = scores.masked_fill(_outside(best, topk_groups, experts), 0.0)
+        by_group = scores.view(scores.shape[0], groups, -1)
+        _leave_out(by_group, by_group.amax(-1), topk_groups, 0.0)
     weights, ids = scores.topk(k, dim=-1, sorted=False)
     return _finish(weights, renormalize, scale), ids
 
@@ -47,8 +46,8 @@ def topk_sigmoid(
     scores = logits.sigmoid()
     choice = scores + bias
     if topk_groups < groups:
-        tokens, experts = scores.shape
-        best = choice.view(tokens, groups, -1).topk(2, dim=-1, sorted=False).values.sum(-1)
-        choice = choice.masked_fill_(_outside(best, topk_groups, experts), float("-inf"))
+        by_group = choice.view(choice.shape[0], groups, -1)
+        best_two = by_group.topk(2, dim=-1, sorted=False).values
+        _leave_out(by_group, best_two.sum(-1), topk_groups, float("-inf"))
     ids = choice.topk(k, dim=-1, sorted=False).indices
     return _finish(scores.gather(1, ids), renormalize, scale), ids
