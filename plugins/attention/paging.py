@@ -185,7 +185,7 @@ def _pad(group: Group, batch: Batch, low: int, high: int) -> None:
 
 def _slots(batch: Batch, page_size: int, low: int, high: int, length: int) -> Tensor:
     """int64 [high - low, length] cache slots of positions 0 to ``length``."""
-    pages = batch.page_table[low:high, : -(-length // page_size)].long()
+    pages: Tensor = batch.page_table[low:high, : -(-length // page_size)].long()
     offsets = torch.arange(page_size, device=pages.device)
     slots = (pages.unsqueeze(-1) * page_size + offsets).view(high - low, -1)
     return slots[:, :length]

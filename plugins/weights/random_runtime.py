@@ -41,7 +41,7 @@ class RandomSource:
         return {}
 
     def read(self, target: WeightTarget) -> Tensor:
-        return self._make(target.name, tuple(target.shape), getattr(target, "dtype", None))[target.index]
+        return self._make(target.name, tuple(target.shape), target.dtype)[target.index]
 
     def close(self) -> None:
         pass

@@ -63,7 +63,8 @@ class SafetensorsSource:
     @staticmethod
     def _read(file: Any, target: WeightTarget) -> Tensor:
         whole = all(cut.indices(size) == (0, size, 1) for cut, size in zip(target.index, target.shape, strict=True))
-        return file.get_tensor(target.name) if whole else file.get_slice(target.name)[target.index]
+        value: Tensor = file.get_tensor(target.name) if whole else file.get_slice(target.name)[target.index]
+        return value
 
     def _mapped(self, file: str) -> Any:
         if file not in self._files:
