@@ -341,7 +341,7 @@ def check_mesh(draft: Draft) -> Iterator[Refusal]:
     seen: dict[str, str] = {}
     for chosen in draft.chosen["parallel"]:
         assert isinstance(chosen.offers, ParallelOffers)
-        for axis in chosen.offers.axes or {"(none)"} if len(draft.chosen["parallel"]) > 1 else chosen.offers.axes:
+        for axis in sorted(chosen.offers.axes) or ["of one rank"]:
             if axis in seen:
                 yield refuse(draft, "parallel", chosen, f"{chosen.name} and {seen[axis]} both define the mesh axis "
                              f"{axis}", "keep one of them")

@@ -4,8 +4,9 @@ Each choice is a Decision with its reason; nothing overrides an explicit value. 
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
+
+from pydantic import ValidationError
 
 from glowplug.core.checks import component_checks, missing_packages, run_checks
 from glowplug.core.component import CONTRACT, Chosen, Component, Options
@@ -149,18 +150,30 @@ def _pick(draft: Draft, slot: Slot) -> None:
     """The first candidate of an ``auto`` slot that no check refuses."""
     asked = draft.config.section(slot)[0]
     given = asked.model_dump(mode="json", include=asked.model_fields_set - {"use"})
-    failed: list[tuple[str, Refusal]] = []
+    failed: list[Refusal] = []
     for found in draft.plugins.components(slot.name):
-        options = found.component.options.model_validate({**given, "use": found.component.name})
-        chosen = chosen_of(found.component, options)
-        draft.chosen[slot.name] = (chosen,)
-        refusal = _against(draft, slot, found, chosen)
+        refusal = _try(draft, slot, found, given)
         if refusal is None:
-            draft.decide(f"{slot.section}.use", chosen.name, "auto", _why(found, failed))
+            draft.decide(f"{slot.section}.use", found.component.name, "auto", _why(found, failed))
             return
-        failed.append((chosen.name, refusal))
+        failed.append(refusal)
     draft.chosen[slot.name] = ()
     draft.refusals.append(_nothing_fits(slot, failed))
+
+
+def _try(draft: Draft, slot: Slot, found: Registration, given: dict[str, Any]) -> Refusal | None:
+    """Put a candidate with the operator's common options into the slot; the first reason against it."""
+    component = found.component
+    try:
+        options = component.options.model_validate({**given, "use": component.name})
+    except ValidationError as error:  # the candidate narrows an option that all have
+        problem = error.errors(include_url=False)[0]
+        key = str(problem["loc"][0])
+        return Refusal(component.name, f"{slot.section}.{key}", f"{component.name} does not take {given.get(key)!r}: "
+                       f"{problem['msg']}", f"another {slot.section}.{key}", draft.origin(slot.name, component.name))
+    chosen = chosen_of(component, options)
+    draft.chosen[slot.name] = (chosen,)
+    return _against(draft, slot, found, chosen)
 
 
 def _against(draft: Draft, slot: Slot, found: Registration, chosen: Chosen) -> Refusal | None:
@@ -189,22 +202,22 @@ def own_check(draft: Draft, slot: Slot, component: Component, chosen: Chosen) ->
         return [Refusal(chosen.name, slot.section or slot.name, reason, fix, origin)]
 
 
-def _why(found: Registration, failed: list[tuple[str, Refusal]]) -> str:
+def _why(found: Registration, failed: list[Refusal]) -> str:
     if failed:
-        return "; ".join(refusal.reason for _, refusal in failed)
+        return "; ".join(refusal.reason for refusal in failed)
     return found.component.summary or "first that fits"
 
 
-def _nothing_fits(slot: Slot, failed: list[tuple[str, Refusal]]) -> Refusal:
+def _nothing_fits(slot: Slot, failed: list[Refusal]) -> Refusal:
     if not failed:
         return Refusal("choose", f"{slot.section}.use", f"no {slot.name} component is registered",
                        "load a plugin that registers one (glowplug plugins lists what is there)")
     if len(failed) == 1:
-        return failed[0][1]
+        return failed[0]
     # NOTE: a candidate refused for an option of the operator's (a dtype, a page size) fits once that is changed.
     use = f"{slot.section}.use"
-    best = next((refusal for _, refusal in failed if refusal.field != use), failed[-1][1])
-    reason = "; ".join(refusal.reason for _, refusal in failed)
+    best = next((refusal for refusal in failed if refusal.field != use), failed[-1])
+    reason = "; ".join(refusal.reason for refusal in failed)
     return Refusal("choose", best.field, f"no {slot.name} component fits: {reason}", best.fix, best.origin)
 
 
@@ -245,10 +258,3 @@ def unavailable(component: Component, packages: dict[str, str]) -> str:
         return f"written for contract {component.contract}, this is {CONTRACT}"
     missing = missing_packages(component, packages)
     return "; ".join(f"needs {requirement} ({found})" for requirement, found in missing)
-
-
-def needed_packages(registrations: Iterator[Registration]) -> set[str]:
-    """Distributions whose versions the checks look at."""
-    return {"torch"} | {package.name for found in registrations for package in found.component.requires}
-
-

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, cast
 
 import msgspec
 from pydantic import Field, ValidationError, create_model
 
 from glowplug.core.component import Options
-from glowplug.core.config_errors import Explained, explain, without_use
+from glowplug.core.config_errors import Explained, explain, unwritable, without_use
 from glowplug.core.errors import Refusal
 from glowplug.core.options import (
     OPTION_BASES,
@@ -156,7 +157,7 @@ def parse(raw: Mapping[str, Any], plugins: PluginSet, model: type[EngineConfig],
     merged, sources = contribute(raw, contributed, operator)
     data = _with_use(merged, plugins)
     origins = {**sources, **origins}
-    refusals = _items_without_use(data, plugins, origins)
+    refusals = [*_unwritable(data, origins), *_items_without_use(data, plugins, origins)]
     unknown: dict[str, str] = {}
     for _ in range(64):  # NOTE: each round removes at least one key; the bound is for a validator that disagrees
         try:
@@ -218,7 +219,7 @@ def _copy(value: Any) -> Any:
         return {key: _copy(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_copy(item) for item in value]
-    return value
+    return str(value) if isinstance(value, PurePath) else value
 
 
 def _with_use(data: dict[str, Any], plugins: PluginSet) -> dict[str, Any]:
@@ -241,6 +242,29 @@ def _with_use(data: dict[str, Any], plugins: PluginSet) -> dict[str, Any]:
             elif isinstance(value["use"], str):
                 value["use"] = _canonical(slot, value["use"], plugins)
     return data
+
+
+def _unwritable(data: dict[str, Any], origins: Mapping[str, str]) -> list[Refusal]:
+    """Values that no configuration file could hold (half a surrogate pair, a number beyond 64 bits, an object)."""
+    try:
+        msgspec.json.encode(data)
+        return []
+    except (UnicodeEncodeError, OverflowError, TypeError, ValueError, RecursionError):
+        return _refuse_unwritable(data, (), data, origins)
+
+
+def _refuse_unwritable(value: Any, path: tuple[str | int, ...], data: dict[str, Any],
+                       origins: Mapping[str, str]) -> list[Refusal]:
+    if isinstance(value, dict) and all(isinstance(key, str) and key.isprintable() for key in value):
+        return [r for key, item in list(value.items()) for r in _refuse_unwritable(item, (*path, key), data, origins)]
+    if isinstance(value, list):
+        return [r for i, item in enumerate(value) for r in _refuse_unwritable(item, (*path, i), data, origins)]
+    try:
+        msgspec.json.encode(value)
+        return []
+    except (UnicodeEncodeError, OverflowError, TypeError, ValueError):
+        _drop(data, path)
+        return [unwritable(path, value, origins)]
 
 
 def _items_without_use(data: dict[str, Any], plugins: PluginSet, origins: Mapping[str, str]) -> list[Refusal]:
@@ -276,15 +300,22 @@ def _outermost(found: list[Explained]) -> list[Explained]:
 
 
 _SINGLE = frozenset(slot.section for slot in SLOTS if slot.section and not slot.many)
+_LISTS = frozenset(slot.section for slot in SLOTS if slot.many)
 
 
 def _drop(data: dict[str, Any], path: Sequence[str | int]) -> None:
-    """Take one refused key out, so that the rest can still be checked. List items become None."""
-    if not path or path == ("model",):
+    """Take one refused key out, so that the rest can still be checked.
+
+    An item of a list of sections becomes None; a list of plain values goes as a whole.
+    """
+    if not path or path[0] == "model":
         data["model"] = "?"
         return
     holder: Any = data
-    for part in path[:-1]:
+    for depth, part in enumerate(path[:-1]):
+        if isinstance(holder[part], list) and (depth or part not in _LISTS):
+            holder.pop(part)
+            return
         holder = holder[part]
     if isinstance(holder, list):
         holder[int(path[-1])] = None

@@ -82,6 +82,14 @@ def without_use(slot: Slot, path: tuple[str | int, ...], plugins: PluginSet, ori
     return _refusal(path, "has no 'use'", fix, place(dotted(path), origins))
 
 
+def unwritable(path: tuple[str | int, ...], value: object, origins: Mapping[str, str]) -> Refusal:
+    """A value that is no text, number, truth value, list or section."""
+    shown = repr(value) if len(repr(value)) <= 40 else type(value).__name__
+    return _refusal(path or ("configuration",), f"{shown} cannot be written in a configuration",
+                    "text, a number of at most 64 bits, true or false, a list, or a section",
+                    place(dotted(path), origins))
+
+
 def _refusal(path: Iterable[str | int], reason: str, fix: str, where: str) -> Refusal:
     return Refusal(by="config", field=dotted(path), reason=f"{where}: {reason}" if where else reason, fix=fix)
 

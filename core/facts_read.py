@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from glowplug.core.safetensors_header import read_tensors
 EMBEDDED = "embedded"  #: the name of the shipped model
 FLOAT_NAMES = {"float16", "bfloat16", "float32", "float64"}
 MAX_JSON = 64 << 20  #: bytes; a config.json or tokenizer_config.json beyond it is refused
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 #: what a family's config.json means when it does not say (transformers drops both keys for V3 on saving)
 GATE_DEFAULTS: dict[str, dict[str, str]] = {
@@ -41,21 +43,21 @@ def locate_model(name: str) -> Path:
         if not path.is_dir():
             raise FactsError(f"the embedded model is missing from this installation ({path})", "reinstall glowplug")
         return path
-    path = Path(name).expanduser()
-    if path.exists():
-        return path
+    expanded = os.path.expanduser(name)
+    if os.path.exists(expanded):  # False also for names that no file can have
+        return Path(expanded)
     cached = _hub_snapshot(name)
     if cached is not None:
         return cached
     fix = f"write a folder that exists, \"{EMBEDDED}\" for the shipped model"
-    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+    if HUB_ID.fullmatch(name):
         fix += f", or download it first: hf download {name}"
     raise FactsError(f"no folder or file {name!r}, and no downloaded model of that name", fix)
 
 
 def _hub_snapshot(name: str) -> Path | None:
     """Newest snapshot of a hub id in the local hub cache. NOTE: HF_HOME is that cache's own way to say where it is."""
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+    if not HUB_ID.fullmatch(name):
         return None
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     snapshots = home / "hub" / f"models--{name.replace('/', '--')}" / "snapshots"

@@ -102,7 +102,7 @@ def load(manager: pluggy.PluginManager, source: PluginSource, timeout: float) ->
         _undo(manager, source)
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise PluginLoadError(f"plugin {source.label} could not be loaded: {_tail(error)}") from error
+        raise PluginLoadError(f"plugin {source.label} could not be loaded: {describe(error)}") from error
 
 
 def _import(source: PluginSource) -> object:
@@ -124,7 +124,7 @@ def _undo(manager: pluggy.PluginManager, source: PluginSource) -> None:
         manager.unregister(plugin)
 
 
-def _tail(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """``Type: message (file:line)`` of the innermost frame."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
@@ -187,7 +187,7 @@ def import_factory(component: Component, origin: str) -> Callable[..., Any]:
             found = getattr(found, part)
     except Exception as error:
         raise PluginLoadError(f"{component.factory} of {component.name!r} ({origin}) could not be imported: "
-                              f"{_tail(error)}") from error
+                              f"{describe(error)}") from error
     if not callable(found):
         raise PluginLoadError(f"{component.factory} of {component.name!r} ({origin}) is not callable")
     factory: Callable[..., Any] = found

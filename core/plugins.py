@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pluggy
@@ -17,11 +18,11 @@ import pluggy
 from glowplug.core import hookspecs
 from glowplug.core.component import CONTRACT, Component
 from glowplug.core.config import EngineConfig, config_class
-from glowplug.core.errors import FactsError, PluginLoadError
+from glowplug.core.errors import FactsError, GlowplugError, PluginLoadError
 from glowplug.core.facts import ModelFacts, SoftwareFacts
 from glowplug.core.facts_read import locate_model, tally
 from glowplug.core.machine import software
-from glowplug.core.plugin_loading import BUILT_IN, PluginSource, Registration, import_factory, load
+from glowplug.core.plugin_loading import BUILT_IN, PluginSource, Registration, describe, import_factory, load
 from glowplug.core.slots import SLOTS
 
 if TYPE_CHECKING:
@@ -123,10 +124,19 @@ class PluginSet:
         return [caller.name for caller in callers or []]
 
     def call_each(self, hook: str, **arguments: Any) -> list[tuple[str, Any]]:
-        """(plugin name, result) of a collecting life-cycle hook, in registration order."""
+        """(plugin name, result) of a collecting life-cycle hook, in registration order.
+
+        PluginLoadError naming the plugin when one raises.
+        """
         caller: pluggy.HookCaller = getattr(self.hook, hook)
-        return [(impl.plugin_name, impl.function(*(arguments[name] for name in impl.argnames)))
-                for impl in caller.get_hookimpls()]
+        results = []
+        for impl in caller.get_hookimpls():
+            try:
+                results.append((impl.plugin_name, impl.function(*(arguments[name] for name in impl.argnames))))
+            except Exception as error:
+                source = next(source for source in self.sources if source.name == impl.plugin_name)
+                raise PluginLoadError(f"plugin {source.label}: {hook} failed: {describe(error)}") from error
+        return results
 
     def factory(self, choice: Choice) -> Callable[..., Any]:
         """The runtime class of a choice. PluginLoadError when it is not here or cannot be imported."""
@@ -151,12 +161,21 @@ class PluginSet:
         stated = path / "config.json"
         key = (str(path), path.stat().st_mtime_ns, stated.stat().st_mtime_ns if stated.exists() else 0)
         if key not in self._models:
-            facts: ModelFacts | None = self.hook.read_model_facts(path=path)
+            facts = self._facts(path)
             if facts is None:
                 raise FactsError(f"no plugin reads a model from {path}",
                                  "a folder with config.json and safetensors files, or a plugin for this format")
             self._models[key] = ModelReading(facts, tally(facts.tensors, facts.num_layers))
         return self._models[key]
+
+    def _facts(self, path: Path) -> ModelFacts | None:
+        try:
+            found: ModelFacts | None = self.hook.read_model_facts(path=path)
+        except GlowplugError:
+            raise
+        except Exception as error:  # NOTE: a reader's bug on a damaged file is a refusal of that file, with its place
+            raise FactsError(f"{path} could not be read: {describe(error)}", "download the model again") from error
+        return found
 
     @cached_property
     def config_model(self) -> type[EngineConfig]:

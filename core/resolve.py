@@ -5,6 +5,7 @@ Nothing here reads a weight or imports torch. Whatever cannot run is refused wit
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 from glowplug.core.checks import component_checks, run_checks, stacking
@@ -69,6 +70,8 @@ def plan(config: Mapping[str, Any], *, source: str = "the configuration", lines:
 
 
 def _read_model(name: object, plugins: PluginSet, refusals: list[Refusal]) -> ModelReading | None:
+    if isinstance(name, PurePath):
+        name = str(name)
     if not isinstance(name, str) or not name:
         return None
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from glowplug.core.errors import PlanRefused, Refusal
 from glowplug.core.plan_table import render
 from glowplug.entrypoints.flags import add_engine_options, read_command_line
 
@@ -19,6 +20,9 @@ def run(args: argparse.Namespace) -> int:
     print(render(plan), file=sys.stdout if args.dry_run else sys.stderr)
     if args.dry_run:
         return 0
+    if args.facts:
+        raise PlanRefused([Refusal("serve", "--facts", f"the plan is for {plan.facts.hardware.name}, not for this "
+                                   "machine", "add --dry-run, or leave --facts out")], given.source)
     given.plugins.hook.plan_ready(plan=plan)
     from glowplug.entrypoints.server.serve import main
 

@@ -47,6 +47,11 @@ def test_serve_dry_run_and_the_other_spellings(v3: Path) -> None:
         assert done.returncode == 0 and "multiprocess" in done.stdout, done.stderr
 
 
+def test_a_plan_for_another_machine_is_not_served(v3: Path) -> None:
+    done = glowplug("serve", "--model", str(v3), "--load-format", "dummy", "--facts", "8xh200")
+    assert done.returncode == 2 and "--facts: the plan is for 8 x H200" in done.stderr
+
+
 @pytest.mark.timing
 def test_check_is_quick_and_free_of_torch(v3: Path) -> None:
     code = ("import sys, time; started = time.process_time(); from glowplug.entrypoints.cli import main; "

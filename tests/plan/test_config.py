@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from glowplug.core.configfile import Layer, merge, read_config, set_path
-from glowplug.core.errors import ConfigError
+from glowplug.core.errors import ConfigError, PlanRefused
 from glowplug.core.plugins import PluginSet
 
 # ---- keys and values ------------------------------------------------------------------------------------------------
@@ -70,6 +70,33 @@ def test_the_parsed_configuration_is_frozen(plugins: PluginSet, v3: Path) -> Non
     config = plugins.config_model.model_validate({"model": str(v3)})
     with pytest.raises(ValueError, match="frozen"):
         config.dtype = "float16"  # type: ignore[misc]
+
+
+JUNK = [None, True, -1, 0, 3, 1 << 70, 0.5, float("inf"), "", "auto", "torch_mla", "\ud800", "a" * 300, [], [[]], [None],
+        {}, {"use": None}, {"use": "auto"}, {"use": ["x"]}, [{"use": "single"}], [{"use": 3}], {"": {"": 1}}]
+
+
+def test_no_configuration_brings_the_planner_down(planned, plugins: PluginSet) -> None:
+    """Whatever the values, the answer is a plan or a complete refusal."""
+    from glowplug.core.config_errors import leaf_paths
+
+    rng = random.Random(23)
+    known = leaf_paths(plugins, plugins.config_model)
+    outcomes = {"plan": 0, "refused": 0}
+    for _ in range(600):
+        config: dict[str, object] = {}
+        for _ in range(rng.randint(1, 4)):
+            try:
+                set_path(config, rng.choice([*known, "parallel.0.size", "nonsense", "server.x.y"]), rng.choice(JUNK))
+            except ValueError:
+                pass
+        try:
+            planned(config)
+            outcomes["plan"] += 1
+        except PlanRefused as refused:
+            outcomes["refused"] += 1
+            assert refused.refusals and all(r.by and r.field and r.reason and r.fix for r in refused.refusals), config
+    assert min(outcomes.values()) > 5, outcomes
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------

@@ -177,6 +177,21 @@ def test_build_parses_again_and_names_who_is_missing(planned, plugins: PluginSet
         broken.build(Choice("cache", "lost", "", {"use": "lost"}), plan, None)
 
 
+@pytest.mark.parametrize("hook", ["contribute_defaults", "check_plan"])
+def test_a_planning_hook_that_raises_names_its_plugin(site: Path, planned, hook: str) -> None:
+    argument = {"contribute_defaults": "facts", "check_plan": "context"}[hook]
+    distribution(site, "glowplug-raises", "0.9", f"\n@hookimpl\ndef {hook}({argument}):\n    return {{}}['no']\n")
+    plugins = load_plugins()
+    with pytest.raises(PluginLoadError, match=f"glowplug-raises 0.9.*{hook} failed: KeyError"):
+        planned(plugins=plugins)
+
+
+def test_a_fact_reader_that_raises_refuses_the_model(site: Path, refused) -> None:
+    distribution(site, "glowplug-raises", "0.9", "\n@hookimpl\ndef read_model_facts(path):\n    return path.x\n")
+    found = refused(plugins=load_plugins())["model"]
+    assert "AttributeError" in found.reason and "glowplug_raises.py" in found.reason
+
+
 class _Broken:
     @hookimpl
     def register_prefix_caches(self) -> list[Component]:

@@ -263,6 +263,16 @@ def test_check_plan_hook(planned, refused) -> None:
     assert refused({"seed": 3}, plugins=own)["seed"].by == "judge"
 
 
+def test_a_candidate_that_narrows_a_common_option_is_passed_over(planned, refused) -> None:
+    from typing import Literal
+
+    narrow = component("attention", "narrow", AttentionOffers(kinds=MLA), {"kv_dtype": (Literal["float16"], "float16")})
+    own = with_components(attention=[narrow])
+    assert planned({"attention": {"kv_dtype": "bfloat16"}}, plugins=own).choice("attention").name == "torch_mla"
+    found = refused({"attention": {"kv_dtype": "fp8_e5m2"}}, plugins=own)["attention.kv_dtype"]
+    assert "narrow does not take 'fp8_e5m2'" in found.reason and found.fix
+
+
 def test_no_candidate_fits(refused) -> None:
     """With every candidate refused for its own reason the choice itself is refused, naming all of them."""
     found = refused({"weights": {}})
