@@ -227,7 +227,7 @@ class ExpertsMethod(Protocol):
     def finalize(self) -> None: ...
 
     def apply(self, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor:
-        """x [T, hidden], ids int64 [T, K] (of the experts held, -1: not here), weights float32 [T, K] -> [T, hidden]."""
+        """x [T, hidden], ids int64 [T, K] (of experts held, -1: not here), weights float32 [T, K] -> [T, hidden]."""
         ...
 
 

@@ -44,6 +44,7 @@ class DeepseekNextN(Module):
         self.layer = deepseek_layer(context, config, self.prefix, self.layer_number, context.first_layer + number)
         self.norm = RmsNorm(context, f"{self.prefix}.shared_head.norm", hidden, config.eps)
         self.rope = deepseek_rope(context, config)
+        self._elsewhere = frozenset(self.elsewhere())
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """input_ids int64 [T]: the token after each position; ``batch.extra[PREVIOUS_HIDDEN]`` [T, hidden].
@@ -61,5 +62,6 @@ class DeepseekNextN(Module):
         return self._head(hidden)
 
     def ignored(self, name: str) -> bool:
-        """Everything but this layer belongs to the target."""
-        return not name.startswith(f"{self.prefix}.") or name.endswith("rotary_emb.inv_freq")
+        """Everything but this layer belongs to the target; experts of other ranks."""
+        return (not name.startswith(f"{self.prefix}.") or name.endswith("rotary_emb.inv_freq")
+                or name.rpartition(".")[0] in self._elsewhere)

@@ -54,6 +54,7 @@ class DecoderModel(Module):
         self.rope = rope
         self.head = TiedHead(context, "lm_head", self.embed) if tied else LmHead(context, "lm_head", vocab, hidden)
         self.num_layers, self.tied = facts.num_layers, tied
+        self._elsewhere = frozenset(self.elsewhere())
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """int64 [T], int64 [T] -> normed hidden states [T, hidden]."""
@@ -68,8 +69,11 @@ class DecoderModel(Module):
         return self.head.forward(hidden)
 
     def ignored(self, name: str) -> bool:
-        """Layers beyond the last (multi-token prediction), rotary tables, and a head that is tied anyway."""
+        """Layers beyond the last (multi-token prediction), rotary tables, a head that is tied anyway, and the experts
+        of other ranks."""
         if name.endswith("rotary_emb.inv_freq") or (self.tied and name == "lm_head.weight"):
+            return True
+        if name.rpartition(".")[0] in self._elsewhere:
             return True
         parts = name.split(".")
         return (len(parts) > 3 and parts[:2] == ["model", "layers"] and parts[2].isdigit()

@@ -62,6 +62,11 @@ class Module:
         for child in self.children():
             yield from child.targets()
 
+    def elsewhere(self) -> Iterator[str]:
+        """Module paths whose tensors other ranks hold."""
+        for child in self.children():
+            yield from child.elsewhere()
+
     def finalize(self) -> None:
         """After loading: children first."""
         for child in self.children():

@@ -64,7 +64,7 @@ class Experts(Module):
         held = context.parallel.shard("experts", name, sizes.experts)
         scheme = context.scheme_for(f"{name}.{held.start}.gate_proj")
         width = context.parallel.shard("expert_width", name, sizes.width, scheme.block)
-        self.first, self.count = held.start, held.size
+        self.name, self.first, self.count, self.total = name, held.start, held.size, sizes.experts
         self.method: ExpertsMethod = scheme.experts(ExpertsShape(
             prefix=name, count=held.size, first=held.start, hidden=sizes.hidden, inter=width.size,
             inter_start=width.start, inter_full=width.full, total=sizes.experts))
@@ -74,6 +74,11 @@ class Experts(Module):
 
     def own_targets(self) -> Iterator[WeightTarget]:
         return self.method.targets()
+
+    def elsewhere(self) -> Iterator[str]:
+        for expert in range(self.total):
+            if not self.first <= expert < self.first + self.count:
+                yield from (f"{self.name}.{expert}.{part}" for part in ("gate_proj", "up_proj", "down_proj"))
 
     def finalize(self) -> None:
         self.method.finalize()

@@ -1,0 +1,238 @@
+"""Layers on several ranks add up to the layer on one; producers hand over what all their readers want."""
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from glowplug.core.batch import Batch, StepShape
+from glowplug.core.facts import ModelFacts
+from glowplug.core.facts_read import model_facts, normalise
+from glowplug.core.layers.linear import Linear, Part, agreed_format, caster, producer
+from glowplug.core.layers.module import Module, Target, part_of
+from glowplug.core.layers.rope import RopeConfig
+from glowplug.core.protocols import ExpertExchange, Quantized, Shard
+from glowplug.core.testing.build import Stepper, build_context, build_model
+from tests.tiny import CONFIGS
+
+
+@dataclass
+class Ring:
+    """Collectives of ranks that are threads: everyone leaves a tensor, waits, and takes all of them."""
+
+    size: int
+    barrier: threading.Barrier = field(init=False)
+    left: list[Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.barrier, self.left = threading.Barrier(self.size, timeout=60), [None] * self.size
+
+    def exchange(self, rank: int, value: Tensor) -> list[Tensor]:
+        self.left[rank] = value
+        self.barrier.wait()
+        taken = list(self.left)
+        self.barrier.wait()
+        return taken
+
+
+class Rank:
+    """One rank's ``ParallelStrategy`` and ``Collectives``: tensor parallel, experts by number or by width."""
+
+    def __init__(self, ring: Ring, rank: int, experts_by_number: bool) -> None:
+        self.ring, self.rank, self.by_number = ring, rank, experts_by_number
+
+    def axes(self) -> Mapping[str, int]:
+        return {"tp": self.ring.size}
+
+    def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard:
+        whole = role == "replicated" or (role == "experts") != self.by_number and role in {"experts", "expert_width"}
+        if whole:
+            return Shard(0, full, full)
+        units = -(-full // block)
+        per_rank = -(-units // self.ring.size) * block
+        start = min(self.rank * per_rank, full)
+        summed = role in {"row", "experts", "expert_width"}
+        return Shard(start, min(per_rank, full - start), full, reduce=summed, gather=not summed)
+
+    def agree(self, local: StepShape) -> StepShape:
+        return local
+
+    def enter_attention(self, x: Tensor, batch: Batch) -> Tensor:
+        return x
+
+    def leave_attention(self, x: Tensor, batch: Batch) -> Tensor:
+        return x
+
+    def expert_exchange(self) -> ExpertExchange | None:
+        return None
+
+    def all_reduce(self, x: Tensor, axis: str) -> Tensor:
+        return torch.stack(self.ring.exchange(self.rank, x)).sum(0)
+
+    def all_gather(self, x: Tensor, axis: str, dim: int = 0) -> Tensor:
+        return torch.cat(self.ring.exchange(self.rank, x), dim)
+
+
+def on_ranks(size: int, work: Callable[[int], Tensor]) -> list[Tensor]:
+    with ThreadPoolExecutor(size) as pool:
+        return [future.result() for future in [pool.submit(work, rank) for rank in range(size)]]
+
+
+def facts_of(name: str, **changes: Any) -> ModelFacts:
+    return model_facts(normalise({**CONFIGS[name], **changes}))
+
+
+def random_tensors(facts: ModelFacts, quantization: str) -> dict[str, Tensor]:
+    """A checkpoint for ``facts``, FP8 where the scheme says so."""
+    from tests.unit.test_loading import build
+
+    generator = torch.Generator().manual_seed(2)
+    tensors = {}
+    for target in build(facts, quantization).targets():
+        value = torch.randn(target.shape, generator=generator)
+        if target.name.endswith("weight_scale_inv"):
+            value = value.abs() * 1e-3
+        elif target.dtype is not None:
+            value = (value * 90).clamp(-448, 448).to(getattr(torch, target.dtype))
+        else:
+            value = value / target.shape[-1] ** 0.5 if value.dim() > 1 else value * 0.1 + 1
+        tensors[target.name] = value
+    return tensors
+
+
+@pytest.mark.parametrize("name", ["v3", "v2", "v3_fp8"])
+@pytest.mark.parametrize("experts_by_number", [False, True])
+def test_two_ranks_compute_what_one_does(name: str, experts_by_number: bool) -> None:
+    """Heads, vocabulary, widths and experts split; FP8 slices that begin at whole blocks and within them."""
+    facts = facts_of(name, moe_intermediate_size=256, intermediate_size=256) if name == "v3_fp8" else facts_of(name)
+    quantization = "block_fp8" if facts.quant_method == "fp8" else "none"
+    options = {"quantization_options": {"activations": "none"}} if quantization == "block_fp8" else {}
+    tensors = random_tensors(facts, quantization)
+    ids = {0: [3, 1, 4, 1, 5, 9], 1: [2, 6]}
+    plain = build_context(facts, quantization=quantization, **options)
+    model, context = build_model(facts, tensors, plain)
+    wanted = Stepper(model, context).logits(ids)
+
+    ring = Ring(2)
+
+    def work(rank: int) -> Tensor:
+        one = Rank(ring, rank, experts_by_number)
+        ranked = build_context(facts, quantization=quantization, parallel=one, collectives=one, **options)
+        ranked = replace(ranked, worker=replace(ranked.worker, rank=rank, ranks=2))
+        model, context = build_model(facts, tensors, ranked)
+        return Stepper(model, context).logits(ids)
+
+    for got in on_ranks(2, work):
+        torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
+
+
+def test_row_parallel_bias_is_added_once() -> None:
+    facts = facts_of("llama")
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(6, 8, generator=generator), torch.randn(6, generator=generator)
+    x = torch.randn(3, 8, generator=generator)
+    ring = Ring(2)
+
+    def work(rank: int) -> Tensor:
+        one = Rank(ring, rank, False)
+        linear = Linear(build_context(facts, parallel=one, collectives=one), "down", 8,
+                        [Part("down", 6, "replicated", bias=True)], input_role="row")
+        for target in linear.targets():
+            target.store({"down.weight": weight, "down.bias": bias}[target.name][target.index])
+        linear.finalize()
+        return linear.forward(x[:, rank * 4 : rank * 4 + 4])
+
+    for got in on_ranks(2, work):
+        torch.testing.assert_close(got, x @ weight.t() + bias)
+
+
+@dataclass
+class Reader:
+    input_format: str
+
+
+def test_producers_ask_their_readers() -> None:
+    ops = build_context(facts_of("llama")).ops
+    fp8, plain, other = Reader("fp8_group128_values"), Reader("plain"), Reader("a format no table provides")
+    assert agreed_format([fp8, fp8]) == "fp8_group128_values"
+    assert agreed_format([fp8, plain]) == agreed_format([]) == "plain"
+    assert producer(ops, "rms_norm", plain) is producer(ops, "rms_norm", fp8, plain) is ops.rms_norm
+    assert producer(ops, "rms_norm", other) is ops.rms_norm
+    assert caster(ops, plain) is caster(ops, other) is None
+    x = torch.randn(2, 256, generator=torch.Generator().manual_seed(1))
+    weight = torch.rand(256)
+    fused = producer(ops, "rms_norm", fp8)(x, weight, 1e-6)
+    cast = caster(ops, fp8)
+    assert cast is not None and isinstance(fused, Quantized)
+    rounded = cast(ops.rms_norm(x, weight, 1e-6))
+    assert isinstance(rounded, Quantized)
+    assert torch.equal(fused.values, rounded.values)
+    assert not torch.equal(fused.values, ops.rms_norm(x, weight, 1e-6))
+
+
+def test_a_mixture_rounds_its_input_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The routed and the shared expert read one rounded tensor."""
+    from glowplug.kernels import fp8
+
+    facts = facts_of("v3_fp8")
+    model, context = build_model(facts, random_tensors(facts, "block_fp8"),
+                                 build_context(facts, quantization="block_fp8"))
+    mixture: Any = model.layers[1].feed_forward  # type: ignore[attr-defined]
+    rounded: list[int] = []
+    real = fp8.fake_quantize_tokens
+
+    def spy(x: Tensor) -> Tensor:
+        rounded.append(x.shape[1])
+        return real(x)
+
+    monkeypatch.setattr(fp8, "fake_quantize_tokens", spy)
+    mixture.forward(torch.randn(4, facts.hidden_size))
+    assert rounded.count(facts.hidden_size) == 3  # the input once, and two inner activations of the same width
+    assert len(rounded) == 3
+
+
+def test_targets_come_from_children_in_order() -> None:
+    class Leaf(Module):
+        def __init__(self, name: str) -> None:
+            self.name, self.finalized = name, False
+
+        def own_targets(self) -> Any:
+            yield Target(self.name, (2,), torch.zeros(2))
+
+        def finalize(self) -> None:
+            self.finalized = True
+
+    class Tree(Module):
+        def __init__(self) -> None:
+            self.first, self.many, self.number = Leaf("a"), [Leaf("b"), Leaf("c")], 3
+
+    tree = Tree()
+    assert [target.name for target in tree.targets()] == ["a", "b", "c"]
+    tree.finalize()
+    assert tree.first.finalized and all(leaf.finalized for leaf in tree.many)
+
+
+def test_whole_slices_are_recognisable() -> None:
+    assert part_of(0, 8, 8) == slice(None)
+    assert part_of(4, 4, 8) == slice(4, 8)
+
+
+@pytest.mark.parametrize(("config", "scale", "theta"), [
+    ({"rope_theta": 5.0}, 1.0, 5.0),
+    ({"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}}, 1.36888794541139,
+     10000.0),
+    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 7.0, "factor": 40, "mscale_all_dim": 1.0}},
+     1.36888794541139, 7.0),
+    ({"rope_scaling": {"type": "yarn", "factor": 40}}, 1.0, 10000.0),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, 1.0, 7.0),
+])
+def test_rope_config_in_either_spelling(config: dict[str, Any], scale: float, theta: float) -> None:
+    read = RopeConfig.read(config)
+    assert read.softmax_scale(64) == pytest.approx(64**-0.5 * scale**2)
+    assert read.theta == theta
