@@ -342,3 +342,14 @@ def recorded(raw: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of the operator's configuration for the plan, in plain dicts and lists."""
     copy: dict[str, Any] = _copy(raw)
     return copy
+
+
+def masked(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a configuration to show to people: keys replaced by ***."""
+    copy = recorded(config)
+    for path in SECRETS:
+        section, _, key = path.partition(".")
+        held = copy.get(section)
+        if isinstance(held, dict) and held.get(key) is not None:
+            held[key] = "***"
+    return copy

@@ -3,7 +3,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 
+from glowplug.core.config import masked
 from glowplug.core.plan_table import render
 from glowplug.entrypoints.flags import add_engine_options, read_command_line
 
@@ -16,7 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     plan = read_command_line(args).plan()
     if args.json:
-        sys.stdout.write(plan.to_json().decode() + "\n")
+        sys.stdout.write(replace(plan, config=masked(plan.config)).to_json().decode() + "\n")
     else:
         print(render(plan))
     return 0

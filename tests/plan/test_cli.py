@@ -71,8 +71,11 @@ def test_check_is_quick_and_free_of_torch(v3: Path) -> None:
 def test_json_plans_decode(v3: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from glowplug.core.plan import EnginePlan
 
-    assert main(["check", "--model", str(v3), "--load-format", "dummy", "--facts", "8xh200", "--json"]) == 0
-    plan = EnginePlan.from_json(capsys.readouterr().out.encode())
+    words = ["check", "--model", str(v3), "--load-format", "dummy", "--facts", "8xh200", "--api-key", "very-secret"]
+    assert main([*words, "--json"]) == 0
+    text = capsys.readouterr().out
+    assert "very-secret" not in text
+    plan = EnginePlan.from_json(text.encode())
     assert plan.device == "cuda" and len(plan.facts.hardware.devices) == 8
 
 

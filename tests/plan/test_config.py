@@ -72,8 +72,8 @@ def test_the_parsed_configuration_is_frozen(plugins: PluginSet, v3: Path) -> Non
         config.dtype = "float16"  # type: ignore[misc]
 
 
-JUNK = [None, True, -1, 0, 3, 1 << 70, 0.5, float("inf"), "", "auto", "torch_mla", "\ud800", "a" * 300, [], [[]], [None],
-        {}, {"use": None}, {"use": "auto"}, {"use": ["x"]}, [{"use": "single"}], [{"use": 3}], {"": {"": 1}}]
+JUNK = [None, True, -1, 0, 3, 1 << 70, 0.5, float("inf"), "", "auto", "torch_mla", "\ud800", "a" * 300, [], [[]],
+        [None], {}, {"use": None}, {"use": "auto"}, {"use": ["x"]}, [{"use": "single"}], [{"use": 3}], {"": {"": 1}}]
 
 
 def test_no_configuration_brings_the_planner_down(planned, plugins: PluginSet) -> None:
