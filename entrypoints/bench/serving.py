@@ -79,15 +79,8 @@ def _target(args: argparse.Namespace) -> Target:
 
 async def _look(target: Target, args: argparse.Namespace) -> Server:
     """Wait for the server (``--ready-check-timeout``), then ask its model's name and, where it says so, vocabulary."""
-    deadline = time.monotonic() + args.ready_check_timeout
-    while True:
-        try:
-            status, body = await call(target, "GET", "/v1/models")
-            break
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise ConnectionError(f"no server at {target.base_url}: {error}") from error
-            await asyncio.sleep(0.5)
+    await _ready(target, args.ready_check_timeout)
+    status, body = await call(target, "GET", "/v1/models")
     models = orjson.loads(body).get("data", []) if status == 200 else []
     name = args.model or (models[0]["id"] if models else None)
     if name is None:
@@ -96,6 +89,22 @@ async def _look(target: Target, args: argparse.Namespace) -> Server:
     described = await _json(target, "/get_model_info") or {}
     vocab = described.get("vocab_size") or (info or {}).get("vocab_size")
     return Server(name, vocab, info)
+
+
+async def _ready(target: Target, timeout: float) -> None:
+    """Until ``/ready`` answers other than 503 (servers without that route answer 404 once they are up)."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            status, _ = await call(target, "GET", "/ready")
+            reason = "it is still loading its model"
+        except OSError as error:
+            status, reason = 503, str(error)
+        if status != 503:
+            return
+        if time.monotonic() > deadline:
+            raise ConnectionError(f"no server at {target.base_url} after {timeout:g} s: {reason}")
+        await asyncio.sleep(0.5)
 
 
 async def _json(target: Target, path: str) -> dict[str, Any] | None:

@@ -73,7 +73,9 @@ class FakeServer:
     async def _answer(self, path: str, body: dict, writer: asyncio.StreamWriter) -> None:
         plain = {"/v1/models": {"data": [{"id": "tiny"}]}, "/server_info": {"version": "x"},
                  "/get_model_info": {"vocab_size": 321}, "/flush_cache": {}}
-        if path in plain:
+        if path == "/ready":
+            writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+        elif path in plain:
             payload = json.dumps(plain[path]).encode()
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(payload), payload))
         elif body.get("fault") == "refuse":
