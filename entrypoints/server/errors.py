@@ -98,11 +98,13 @@ def install(app: FastAPI) -> None:
     """Every way an error leaves the app, in one place. 422 does not exist here."""
 
     async def deliberate(request: Request, error: Exception) -> Response:
-        return from_exception(error)
+        answer = from_exception(error)
+        request.app.state.context.metrics.rejected.inc(labels=(str(answer.status_code),))
+        return answer
 
     async def validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError | ValidationError)
-        return from_exception(from_validation(list(error.errors())))
+        return await deliberate(request, from_validation(list(error.errors())))
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

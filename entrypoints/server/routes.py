@@ -51,7 +51,7 @@ class Route:
         else:
             good["content"] = {"text/plain": {"schema": {"type": "string"}}}
         if self.stream:
-            good["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+            good["content"] = {"text/event-stream": {"schema": {"description": "data: events, then data: [DONE]"}}}
         return {200: good, **{code: {"model": answers.ErrorBody, "description": text} for code, text in ERRORS.items()}}
 
     def request(self) -> dict[str, Any] | None:

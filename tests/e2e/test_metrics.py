@@ -53,6 +53,14 @@ def test_counts_add_up(server: Served) -> None:
     assert 'request_success_total{model_name="odd\\"name\\n",finished_reason="stop"} 6' in text
 
 
+def test_refusals_are_counted_by_status(server: Served) -> None:
+    for body in ({}, {"messages": "x"}, {"messages": [{"role": "user", "content": "x"}], "model": "other"}):
+        httpx.post(server.url + CHAT, json=body)
+    text = scrape(server)
+    for status, count in (("400", 2), ("404", 1)):
+        assert f'requests_rejected_total{{model_name="odd\\"name\\n",status="{status}"}} {count}' in text
+
+
 def test_histogram_buckets_are_cumulative(server: Served) -> None:
     httpx.post(server.url + CHAT, json={"messages": [{"role": "user", "content": "say:abc"}]})
     counts = [float(line.rpartition(" ")[2]) for line in scrape(server).splitlines()

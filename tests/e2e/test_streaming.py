@@ -16,7 +16,8 @@ from tests.e2e.fake_engine import FakeExecutor
 from tests.e2e.serving import Served, served
 
 TEXTS = [
-    "", "a", "plain words", "zwölf Boxkämpfer", "東京タワー", "🗼", "👩‍👩‍👧 and 🏳️‍🌈", "e\u0301 n\u0303", "a\nb\r\n\tc\x00d",
+    "", "a", "plain words", "zwölf Boxkämpfer", "東京タワー", "🗼", "👩‍👩‍👧 and 🏳️‍🌈",
+    "e\u0301 n\u0303", "a\nb\r\n\tc\x00d",
     'quotes " and \\ and </script>', "data: [DONE]\n\ndata: x", "\u2028\u2029\ufeff"]
 
 
