@@ -2,10 +2,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
@@ -37,6 +35,7 @@ class World:
     def fill(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Random history under ``name``: the prefix goes into the pool, the step's tokens are returned [T, *shape]."""
         pool = torch.full((self.num_pages * self.page_size, *shape), float("nan"))
+        pool[0] = 0.0  # scratch: where padding rows look
         history = [torch.randn(row.length, *shape, generator=generator) for row in self.rows]
         for index, row in enumerate(self.rows):
             slots = self.slots_of(index)[: row.length - row.queries]
@@ -100,17 +99,3 @@ def random_rows(rng: np.random.Generator, page_size: int, width: int = 1) -> lis
         prefix = 0 if rng.random() < 0.5 else length()
         rows.append(Row(prefix + queries, queries, prefill=True))
     return rows
-
-
-#: where and in what dtype layouts are tried, with the error allowed against the float64 definition
-PLACES = [pytest.param("cpu", torch.float32, 2e-6, id="cpu-float32"),
-          pytest.param("cpu", torch.bfloat16, 3e-2, id="cpu-bfloat16"),
-          pytest.param("cuda", torch.float32, 5e-3, id="cuda-float32", marks=pytest.mark.gpu),
-          pytest.param("cuda", torch.bfloat16, 3e-2, id="cuda-bfloat16", marks=pytest.mark.gpu)]
-
-
-def fake_plan(page_size: int, **facts: object) -> SimpleNamespace:
-    """As much of an EnginePlan as an attention backend reads."""
-    given = {"num_layers": 1, "nextn_layers": 0, "config": {}, **facts}
-    return SimpleNamespace(dtype="float32", kv_dtype="float32", mesh={}, facts=SimpleNamespace(
-        model=SimpleNamespace(**given)), sizes=SimpleNamespace(page_size=page_size, width=1))

@@ -1,0 +1,261 @@
+"""Conformance suites of the attention slot: subclass :class:`MlaSuite` or :class:`MhaSuite` and define ``make``.
+
+Random paged layouts are attended by the backend and by the definition in float64. Every cache slot that no row of the
+step owns holds NaN, so reading one shows at once.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from glowplug.core.facts import ModelFacts
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import AttentionBackend, Worker
+from glowplug.core.testing.paged_world import Row, World, make_world, random_rows
+from glowplug.core.testing.plans import bare_plan
+
+
+@dataclass
+class MlaCase:
+    """An MLA layer of odd sizes with random weights, as a backend sees it."""
+
+    w_uk: Tensor
+    w_uv: Tensor
+    index: int = 0
+    heads: int = 3
+    nope_dim: int = 8
+    rope_dim: int = 4
+    v_dim: int = 6
+    lora_rank: int = 16
+    scale: float = 0.37
+
+    def expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.einsum("mc,hnc->mhn", latent, self.w_uk), torch.einsum("mc,hcv->mhv", latent, self.w_uv)
+
+
+@dataclass
+class MhaCase:
+    """A grouped-query layer."""
+
+    heads: int = 6
+    kv_heads: int = 2
+    index: int = 0
+    head_dim: int = 8
+    scale: float = 0.41
+
+
+class _Suite:
+    """What both kinds share. ``device``, ``dtype`` and ``error`` (absolute, against float64) may be overridden."""
+
+    device = "cpu"
+    dtype = torch.float32
+    error = 2e-6
+    page_sizes: tuple[int, ...] = (1, 7, 16)
+    max_width = 4
+    entries: dict[str, tuple[int, ...]]
+    queries: tuple[tuple[int, ...], ...]
+
+    def make(self, plan: EnginePlan, worker: Worker) -> AttentionBackend:
+        """The backend under test for ``plan``."""
+        raise NotImplementedError
+
+    # ---- given by the kind ------------------------------------------------------------------------------------------
+
+    def facts(self) -> ModelFacts:
+        raise NotImplementedError
+
+    def layer(self, generator: torch.Generator) -> MlaCase | MhaCase:
+        raise NotImplementedError
+
+    def attend(self, backend: AttentionBackend, layer: MlaCase | MhaCase) -> Callable[..., Tensor]:
+        raise NotImplementedError
+
+    def definition(self, queries: list[Tensor], history: list[Tensor], layer: MlaCase | MhaCase) -> Tensor:
+        """One row in float64: queries [T, ...] each, history [M, ...] of each cache entry -> [T, H, V]."""
+        raise NotImplementedError
+
+    # ---- driving ----------------------------------------------------------------------------------------------------
+
+    def backend(self, page_size: int) -> AttentionBackend:
+        plan = bare_plan(page_size=page_size)
+        plan = replace(plan, facts=replace(plan.facts, model=self.facts()))
+        return self.make(plan, Worker(device=self.device, dtype=self.dtype))
+
+    def arguments(self, world: World, generator: torch.Generator) -> list[Tensor]:
+        """Random queries and the step's own cache entries; fills the world's cache."""
+        kept = [world.fill(name, shape, generator) for name, shape in self.entries.items()]
+        tokens = world.batch.num_tokens
+        return [*(torch.randn(tokens, *shape, generator=generator) for shape in self.queries), *kept]
+
+    def step(self, backend: AttentionBackend, world: World, layer: MlaCase | MhaCase, args: list[Tensor]) -> Tensor:
+        world.move(self.device, self.dtype)
+        backend.reserve(world.limits())
+        backend.plan_step(world.batch, None)
+        return self.attend(backend, layer)(*(x.to(self.device, self.dtype) for x in args)).cpu()
+
+    def expected(self, world: World, layer: MlaCase | MhaCase, args: list[Tensor]) -> Tensor:
+        parts, at = [], 0
+        for index, row in enumerate(world.rows):
+            queries = [x[at : at + row.queries] for x in args[: len(self.queries)]]
+            parts.append(self.definition(queries, [world.cached[name][index] for name in self.entries], layer))
+            at += row.queries
+        return torch.cat(parts).flatten(1)
+
+    def close(self, got: Tensor, expected: Tensor) -> None:
+        torch.testing.assert_close(got.double(), expected, rtol=5 * self.error, atol=self.error)
+
+    # ---- tests ------------------------------------------------------------------------------------------------------
+
+    def test_random_layouts(self) -> None:
+        """Decoding rows of every width, mixed with fresh and continued chunks, around page boundaries."""
+        for page_size in self.page_sizes:
+            for seed in range(2 * self.max_width):
+                generator, rng = torch.Generator().manual_seed(seed), np.random.default_rng(seed * 31 + page_size)
+                rows = random_rows(rng, page_size, width=1 + seed % self.max_width)
+                world = make_world(rows, page_size, seed, spare_columns=seed % 3)
+                layer, args = self.layer(generator), self.arguments(world, generator)
+                self.close(self.step(self.backend(page_size), world, layer, args), self.expected(world, layer, args))
+
+    def test_the_step_is_stored(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        world = make_world([Row(17, 1), Row(16, 1), Row(33, 20, prefill=True)], 16, 5)
+        args = self.arguments(world, generator)
+        self.step(self.backend(16), world, self.layer(generator), args)
+        for name in self.entries:
+            for index in range(len(world.rows)):
+                stored = world.pools[name].cpu()[world.slots_of(index)]
+                assert torch.equal(stored, world.cached[name][index].to(self.dtype)), (name, index)
+
+    def test_chunked_equals_whole(self) -> None:
+        """A prompt in chunks that end on both sides of a page boundary gives what it gives at once."""
+        length, generator = 61, torch.Generator().manual_seed(3)
+        layer = self.layer(generator)
+        whole = make_world([Row(length, length, prefill=True)], 16, 11)
+        args = self.arguments(whole, generator)
+        expected = self.expected(whole, layer, args)
+        for chunks in ([61], [15, 16, 17, 13], [1, 31, 29], [33, 28]):
+            backend, outs, end = self.backend(16), [], 0
+            pools = {name: torch.zeros(whole.num_pages * 16, *shape) for name, shape in self.entries.items()}
+            for chunk in chunks:
+                start, end = end, end + chunk
+                world = self._continued(whole, start, end, pools)
+                outs.append(self.step(backend, world, layer, [x[start:end] for x in args]))
+                pools = world.pools
+            self.close(torch.cat(outs), expected)
+
+    @staticmethod
+    def _continued(whole: World, start: int, end: int, pools: dict[str, Tensor]) -> World:
+        """The step that computes tokens ``start`` to ``end`` of the only row of ``whole``, in the same pages."""
+        world = make_world([Row(end, end - start, prefill=True)], whole.page_size, 0)
+        world.num_pages, world.pools = whole.num_pages, pools
+        world.batch.pages = whole.batch.pages[:, : world.batch.pages.shape[1]].copy()
+        world.batch.page_table = torch.from_numpy(world.batch.pages)
+        world.batch.slots = world.slots_of(0)[start:]
+        return world
+
+    def test_alone_equals_in_a_batch(self) -> None:
+        """What else is in the step changes nothing beyond rounding."""
+        generator, rows = torch.Generator().manual_seed(9), [Row(n, 1) for n in (1, 5, 16, 17, 31, 32, 33, 64)]
+        layer, backend, world = self.layer(generator), self.backend(16), make_world(rows, 16, 9)
+        args = self.arguments(world, generator)
+        together = self.step(backend, world, layer, args)
+        for index, row in enumerate(rows):
+            one = slice(index, index + 1)
+            alone = make_world([row], 16, 1)
+            alone.num_pages, alone.pools = world.num_pages, world.pools
+            alone.batch.page_table, alone.batch.slots = world.batch.page_table[one], world.batch.slots[one]
+            got = self.step(backend, alone, layer, [x[one] for x in args])
+            torch.testing.assert_close(got, together[one], rtol=0, atol=self.error)
+
+    def test_padded_and_idle_rows_are_harmless(self) -> None:
+        """A padded row (length 0, scratch pages) must not turn into NaN; an idle step has no tokens at all."""
+        generator = torch.Generator().manual_seed(2)
+        layer, backend, world = self.layer(generator), self.backend(16), make_world([Row(20, 1), Row(1, 1)], 16, 2)
+        args = self.arguments(world, generator)
+        world.batch.page_table[1] = 0
+        world.batch.kv_lens_device[1] = 0
+        world.batch.slots[1] = 0
+        out = self.step(backend, world, layer, args)
+        assert torch.isfinite(out).all()
+        self.close(out[:1], self.expected(world, layer, args)[:1])
+        idle = make_world([], 16, 2)
+        idle.pools = world.pools
+        assert self.step(backend, idle, layer, [x[:0] for x in args]).shape == (0, out.shape[1])
+
+    def test_lengths_known_on_the_device_only(self) -> None:
+        """``kv_lens`` on the host may be an upper bound: what counts is ``kv_lens_device``."""
+        generator, width = torch.Generator().manual_seed(6), min(2, self.max_width)
+        layer, world = self.layer(generator), make_world([Row(30, width), Row(12, width)], 16, 4)
+        args = self.arguments(world, generator)
+        world.batch.kv_lens = world.batch.kv_lens + np.int32(2)
+        self.close(self.step(self.backend(16), world, layer, args), self.expected(world, layer, args))
+
+    def test_layout_names_the_entries(self) -> None:
+        layout = self.backend(16).kv_layout()
+        assert {entry.name: entry.shape for entry in layout.entries} == self.entries
+        assert layout.page_size == 16 and layout.layers == self.facts().num_layers
+
+
+class MlaSuite(_Suite):
+    """For backends that offer kind "mla"."""
+
+    entries = {"latent": (16,), "rope": (4,)}
+    queries = ((3, 8), (3, 4))
+
+    def facts(self) -> ModelFacts:
+        config = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+        return replace(bare_plan().facts.model, kind="mla", num_heads=3, num_kv_heads=3, head_dim=12, kv_lora_rank=16,
+                       qk_rope_head_dim=4, num_layers=2, config=config)
+
+    def layer(self, generator: torch.Generator) -> MlaCase:
+        weights = torch.randn(3, 8, 16, generator=generator) / 4, torch.randn(3, 16, 6, generator=generator) / 4
+        return MlaCase(*weights)
+
+    def attend(self, backend: AttentionBackend, layer: MlaCase | MhaCase) -> Callable[..., Tensor]:
+        assert isinstance(layer, MlaCase)
+        there = MlaCase(layer.w_uk.to(self.device, self.dtype), layer.w_uv.to(self.device, self.dtype))
+        return lambda q_nope, q_rope, latent, rope: backend.mla(q_nope, q_rope, latent, rope, there)
+
+    def definition(self, queries: list[Tensor], history: list[Tensor], layer: MlaCase | MhaCase) -> Tensor:
+        assert isinstance(layer, MlaCase)
+        (q_nope, q_rope), (latent, rope) = queries, history
+        k_nope, value = MlaCase(layer.w_uk.double(), layer.w_uv.double()).expand(latent.double())
+        scores = torch.einsum("thn,mhn->htm", q_nope.double(), k_nope)
+        scores = scores + torch.einsum("thp,mp->htm", q_rope.double(), rope.double())
+        return torch.einsum("htm,mhv->thv", causal_softmax(scores * layer.scale), value)
+
+
+class MhaSuite(_Suite):
+    """For backends that offer kind "mha". ``heads`` and ``kv_heads`` choose MHA, GQA or MQA."""
+
+    heads, kv_heads = 6, 2
+    queries = ((6, 8),)
+    entries = {"k": (2, 8), "v": (2, 8)}
+
+    def facts(self) -> ModelFacts:
+        return replace(bare_plan().facts.model, num_heads=self.heads, num_kv_heads=self.kv_heads, head_dim=8,
+                       num_layers=2)
+
+    def layer(self, generator: torch.Generator) -> MhaCase:
+        return MhaCase(self.heads, self.kv_heads)
+
+    def attend(self, backend: AttentionBackend, layer: MlaCase | MhaCase) -> Callable[..., Tensor]:
+        assert isinstance(layer, MhaCase)
+        return lambda q, k, v: backend.mha(q, k, v, layer)
+
+    def definition(self, queries: list[Tensor], history: list[Tensor], layer: MlaCase | MhaCase) -> Tensor:
+        assert isinstance(layer, MhaCase)
+        key, value = (x.double().repeat_interleave(layer.heads // layer.kv_heads, dim=1) for x in history)
+        scores = torch.einsum("thd,mhd->htm", queries[0].double(), key)
+        return torch.einsum("htm,mhv->thv", causal_softmax(scores * layer.scale), value)
+
+
+def causal_softmax(scores: Tensor) -> Tensor:
+    """scores [H, T, M]: the last query sees all M keys, each one before it one less."""
+    count, keys = scores.shape[1:]
+    last_seen = torch.arange(count) + (keys - count)
+    return torch.softmax(scores.masked_fill(torch.arange(keys) > last_seen.unsqueeze(1), float("-inf")), dim=-1)
