@@ -9,8 +9,12 @@ from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import ModelOffers
 from glowplug.models.deepseek_config import TOPK_METHODS, topk_method
 
-ROPE_TYPES = frozenset({"default", "linear", "dynamic", "llama3", "yarn"})
-DEEPSEEK_KEYS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "intermediate_size")
+#: rope scalings and what each must state
+ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("original_max_position_embeddings",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+DEEPSEEK_KEYS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 MOE_KEYS = ("moe_intermediate_size", "num_experts_per_tok")
 
 
@@ -24,6 +28,10 @@ def _refuse(reason: str, fix: str = "serve a checkpoint whose config.json this f
     return Refusal("models", "model", reason, fix)
 
 
+def _unstated(key: str) -> Refusal:
+    return _refuse(f"config.json states no {key}", "use the checkpoint's own config.json")
+
+
 def check_decoder(context: CheckContext) -> Iterator[Refusal]:
     """What every family here asks of config.json."""
     config = context.facts.model.config
@@ -32,10 +40,13 @@ def check_decoder(context: CheckContext) -> Iterator[Refusal]:
         yield _refuse(f"config.json asks for the activation {activation!r}; only silu is built")
     scaling = config.get("rope_scaling") or {}
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
-    if kind not in ROPE_TYPES:
-        yield _refuse(f"rope_scaling is of type {kind!r}; known are {', '.join(sorted(ROPE_TYPES))}")
-    if "intermediate_size" not in config:
-        yield _refuse("config.json states no intermediate_size", "use the checkpoint's own config.json")
+    if kind not in ROPE_KEYS:
+        yield _refuse(f"rope_scaling is of type {kind!r}; known are {', '.join(sorted(ROPE_KEYS))}")
+    for key in ROPE_KEYS.get(kind, ()):
+        if not scaling.get(key):
+            yield _unstated(f"rope_scaling.{key}")
+    if not config.get("intermediate_size"):
+        yield _unstated("intermediate_size")
 
 
 def check_deepseek(context: CheckContext) -> Iterable[Refusal]:
@@ -45,8 +56,8 @@ def check_deepseek(context: CheckContext) -> Iterable[Refusal]:
     config = facts.config
     experts = facts.n_routed_experts
     for key in DEEPSEEK_KEYS + (MOE_KEYS if experts else ()):
-        if not config.get(key) and key != "intermediate_size":
-            yield _refuse(f"config.json states no {key}", "use the checkpoint's own config.json")
+        if not config.get(key):
+            yield _unstated(key)
     if not experts:
         return
     method = topk_method(facts)
