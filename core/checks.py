@@ -14,6 +14,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from glowplug.core.component import CONTRACT, Chosen, Component
 from glowplug.core.draft import Draft
 from glowplug.core.errors import Refusal
+from glowplug.core.facts import ModelFacts
 from glowplug.core.offers import (
     AttentionOffers,
     CacheOffers,
@@ -171,7 +172,9 @@ def check_quantization(draft: Draft) -> Iterator[Refusal]:
     offers, method = chosen.offers, model.quant_method
     if method not in offers.reads and method != "none":
         native = instead(draft, "quantization", lambda o: method in o.reads, "a plugin that reads it")
-        yield refuse(draft, "quantization", chosen, stacking(draft, chosen.name),
+        plain = "none" in offers.reads and not offers.online
+        reason = f"{chosen.name} reads unquantized checkpoints, this one is {quantized_as(model)}"
+        yield refuse(draft, "quantization", chosen, reason if plain else stacking(draft, chosen.name),
                      f'leave quantization out ({native} is chosen by itself)' if "use =" in native else native)
     elif method not in offers.reads and not offers.online:
         yield refuse(draft, "quantization", chosen, f"{chosen.name} reads checkpoints quantized as "
@@ -184,10 +187,12 @@ def check_quantization(draft: Draft) -> Iterator[Refusal]:
 
 def stacking(draft: Draft, name: str) -> str:
     """Why a scheme cannot be put on a checkpoint that is quantized already."""
-    model = draft.facts.model
-    blocks = f" in {_shape(model.quant_block)} blocks" if model.quant_block else ""
-    return (f"the checkpoint is already quantized ({model.quant_method}{blocks}); {name} on top would quantize it a "
-            "second time")
+    return (f"the checkpoint is already quantized ({quantized_as(draft.facts.model)}); {name} on top would quantize it "
+            "a second time")
+
+
+def quantized_as(model: ModelFacts) -> str:
+    return model.quant_method + (f" in {_shape(model.quant_block)} blocks" if model.quant_block else "")
 
 
 def _shape(block: tuple[int, int]) -> str:

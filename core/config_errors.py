@@ -37,7 +37,11 @@ def dotted(path: Iterable[str | int]) -> str:
 
 
 def place(path: str, origins: Mapping[str, str]) -> str:
-    """Where ``path`` was written: its own place, or its nearest parent's."""
+    """Where ``path`` was written: its own place, its first key's, or its nearest parent's."""
+    if path not in origins:
+        for key, where in origins.items():
+            if key.startswith(f"{path}."):
+                return where
     while path:
         if path in origins:
             return origins[path]
@@ -185,5 +189,21 @@ def _wrong_value(path: tuple[str | int, ...], problem: ErrorDetails, where: str)
     expected = str(problem.get("ctx", {}).get("expected", ""))
     options = [part.strip("' ") for part in expected.replace(" or ", ", ").split(",")]
     close = difflib.get_close_matches(str(value).lower(), options, 1, 0.5) if expected else []
-    fix = f"did you mean {close[0]!r}?" if close else f"write a value of that kind for {dotted(path)}"
+    fix = f"did you mean {close[0]!r}?" if close else f"write {_kind(problem)} for {dotted(path)}"
     return _refusal(path, f"{message.replace('input', f'the value {shown}', 1)}", fix, where)
+
+
+_KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "text", "list": "a list",
+          "tuple": "a list", "model": "a section with keys", "dict": "a section with keys"}
+
+
+def _kind(problem: ErrorDetails) -> str:
+    """What a value should be: the kind that pydantic's error type names, or its bound."""
+    bounds = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
+    context = problem.get("ctx", {})
+    if problem["type"] in bounds:
+        bound = next((context[key] for key in ("gt", "ge", "lt", "le") if key in context), "")
+        return f"a number {bounds[problem['type']]} {bound}"
+    if problem["type"] == "literal_error":
+        return f"one of {context.get('expected', '')}"
+    return _KINDS.get(problem["type"].partition("_")[0], "another value")

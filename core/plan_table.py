@@ -28,7 +28,8 @@ def render(plan: EnginePlan, width: int | None = None) -> str:
 
 def rows(plan: EnginePlan) -> list[tuple[str, str, str, str, str]]:
     """One row a decision, then one a line of the byte budget."""
-    found = [(decision.field, shown(decision.value), decision.by, decision.why, "") for decision in plan.decisions]
+    found = [(decision.field, shown(decision.value), decision.by.rpartition(".")[2], decision.why, "")
+             for decision in plan.decisions]
     total = sum(line.bytes for line in plan.budget)
     found += [(f"memory: {line.name}", "", "size", line.how, human(line.bytes)) for line in plan.budget]
     return [*found, ("memory: total", "", "size", "on each rank", human(total))]

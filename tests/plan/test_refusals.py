@@ -19,6 +19,7 @@ from glowplug.core.offers import (
     GraphOffers,
     Mode,
     ParallelOffers,
+    QuantizationOffers,
     SamplerOffers,
     SpeculativeOffers,
 )
@@ -95,11 +96,24 @@ def test_an_architecture_nobody_builds(refused, tmp_path: Path) -> None:
     assert "MambaForCausalLM" in found["model"].reason and "DeepseekV3ForCausalLM" in found["model"].reason
 
 
-@pytest.mark.parametrize("name", ["fp8", "int8", "none"])
+@pytest.mark.parametrize("name", ["fp8", "int8"])
 def test_stacking_on_a_quantized_checkpoint(refused, v3_fp8: Path, name: str) -> None:
     found = refused({"model": str(v3_fp8), "quantization": {"use": name}})["quantization.use"]
     assert "already quantized (fp8 in 128x128 blocks)" in found.reason
     assert "leave quantization out" in found.fix and "block_fp8" in found.fix
+
+
+def test_no_scheme_on_a_quantized_checkpoint(refused, v3_fp8: Path) -> None:
+    found = refused({"model": str(v3_fp8), "quantization": {"use": "none"}})["quantization.use"]
+    assert found.reason == "none reads unquantized checkpoints, this one is fp8 in 128x128 blocks"
+    assert 'quantization.use = "block_fp8"' in found.fix
+
+
+def test_a_registered_scheme_is_not_stacked_either(refused, v3_fp8: Path) -> None:
+    own = with_components(quantization=[component("quantization", "online8", QuantizationOffers(
+        reads=frozenset({"none", "int8"}), online=True))])
+    found = refused({"model": str(v3_fp8), "quantization": {"use": "online8"}}, plugins=own)["quantization.use"]
+    assert "already quantized (fp8 in 128x128 blocks); online8 on top" in found.reason
 
 
 def test_an_unknown_scheme_on_a_plain_checkpoint_names_what_there_is(refused) -> None:
