@@ -5,7 +5,6 @@ import json
 import random
 import struct
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,22 +15,11 @@ from safetensors.torch import save_file
 
 from glowplug.core.errors import WeightError
 from glowplug.core.facts import TensorFact
-from glowplug.core.protocols import Worker
+from glowplug.core.protocols import WeightSource, Worker
 from glowplug.core.safetensors_header import DTYPES, INDEX_NAME, read_header, read_tensors
+from glowplug.core.testing.weights_suite import WeightSourceSuite
 from glowplug.plugins.weights.safetensors import SafetensorsOptions
 from glowplug.plugins.weights.safetensors_runtime import SafetensorsSource
-
-
-@dataclass
-class Target:
-    name: str
-    shape: tuple[int, ...]
-    index: tuple[slice, ...]
-    optional: bool = False
-    dtype: str | None = None
-
-    def store(self, value: torch.Tensor) -> None:
-        raise AssertionError("the source never stores")
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -60,25 +48,17 @@ def open_source(folder: Path, known: dict[str, TensorFact] | None = None) -> Saf
     return source
 
 
-@pytest.mark.parametrize("indexed", [True, False])
-def test_slices_are_those_of_the_tensor(tmp_path: Path, indexed: bool) -> None:
-    values = write_folder(tmp_path)
-    if not indexed:
-        (tmp_path / INDEX_NAME).unlink()
-    source = open_source(tmp_path, read_tensors(tmp_path))
-    assert source.entries().keys() == values.keys()
-    cuts: dict[str, list[tuple[slice, ...]]] = {
-        "a.weight": [(slice(None), slice(None)), (slice(2, 5), slice(None)), (slice(0, 6), slice(3, 9))],
-        "a.bias": [(slice(None),), (slice(4, 6),)], "b.weight": [(slice(1, 2), slice(None), slice(2, 5))],
-        "c.weight": [(slice(4, 5), slice(0, 7))], "empty": [(slice(None), slice(None))]}
-    for name, indexes in cuts.items():
-        for index in indexes:
-            got = source.read(Target(name, tuple(values[name].shape), index))
-            assert got.dtype == values[name].dtype
-            assert torch.equal(got.view(torch.uint8) if got.dtype == torch.float8_e4m3fn else got,
-                               values[name][index].view(torch.uint8) if got.dtype == torch.float8_e4m3fn
-                               else values[name][index])
-    source.close()
+class TestIndexed(WeightSourceSuite):
+    def open_source(self, folder: Path) -> tuple[WeightSource, dict[str, torch.Tensor]]:
+        values = write_folder(folder)
+        return open_source(folder, read_tensors(folder)), values
+
+
+class TestWithoutAnIndex(WeightSourceSuite):
+    def open_source(self, folder: Path) -> tuple[WeightSource, dict[str, torch.Tensor]]:
+        values = write_folder(folder)
+        (folder / INDEX_NAME).unlink()
+        return open_source(folder), values
 
 
 def test_a_truncated_shard_names_file_tensor_and_bytes(tmp_path: Path) -> None:
@@ -138,15 +118,6 @@ def test_pickled_weights_are_refused(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").unlink()
     with pytest.raises(WeightError, match="no safetensors weights"):
         open_source(tmp_path)
-
-
-def test_a_target_of_another_shape_or_name_is_refused(tmp_path: Path) -> None:
-    write_folder(tmp_path)
-    source = open_source(tmp_path)
-    with pytest.raises(WeightError, match=r"a\.weight.*\[6, 10\].*\[6, 11\]"):
-        source.read(Target("a.weight", (6, 11), (slice(None), slice(None))))
-    with pytest.raises(WeightError, match="nothing.weight"):
-        source.read(Target("nothing.weight", (1,), (slice(None),)))
 
 
 def test_header_lies_are_named(tmp_path: Path) -> None:

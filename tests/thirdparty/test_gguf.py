@@ -19,6 +19,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+
+from glowplug.core.protocols import WeightSource, Worker
+from glowplug.core.testing.plans import bare_plan
+from glowplug.core.testing.weights_suite import WeightSourceSuite
 
 gguf = pytest.importorskip("gguf")
 ROOT = Path(__file__).parents[2]
@@ -108,22 +113,32 @@ def write_gguf(path: Path, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
     return published
 
 
-def test_facts_and_weights_of_a_tiny_file(package: None, tmp_path: Path) -> None:
+def test_facts_of_a_tiny_file(package: None, tmp_path: Path) -> None:
     from glowplug_gguf.plugin import read_model_facts
-    from glowplug_gguf.source import GgufSource
     published = write_gguf(tmp_path / "tiny.gguf")
     facts = read_model_facts(tmp_path)
     assert facts is not None and facts == read_model_facts(tmp_path / "tiny.gguf")
     assert (facts.format, facts.architecture, facts.kind, facts.num_kv_heads) == ("gguf", "LlamaForCausalLM", "mha", 2)
     assert facts.config["rope_theta"] == 5000.0 and facts.config["tie_word_embeddings"]
     assert facts.tensors.keys() == published.keys()
-    source = GgufSource(Any, Any, SimpleNamespace(rank=0))  # type: ignore[arg-type]
-    source.open(facts)
-    for name, value in published.items():
-        for index in (tuple(slice(0, n) for n in value.shape), (slice(3, 17), *(slice(None) for _ in value.shape[1:]))):
-            got = source.read(SimpleNamespace(name=name, shape=value.shape, index=index))  # type: ignore[arg-type]
-            assert np.array_equal(got.float().numpy(), value[index]), name
-    source.close()
+
+
+class TestSource(WeightSourceSuite):
+    """The engine's own conformance suite for weight sources."""
+
+    @pytest.fixture(autouse=True)
+    def _package(self, package: None) -> None: ...
+
+    def open_source(self, folder: Path) -> tuple[WeightSource, dict[str, torch.Tensor]]:
+        from glowplug_gguf.plugin import GgufOptions, read_model_facts
+        from glowplug_gguf.source import GgufSource
+        published = write_gguf(folder / "tiny.gguf")
+        facts = read_model_facts(folder)
+        assert facts is not None
+        source = GgufSource(GgufOptions(), bare_plan(), Worker())
+        source.open(facts)
+        return source, {name: torch.from_numpy(value).half() if "v_proj" in name else torch.from_numpy(value)
+                        for name, value in published.items()}
 
 
 def test_other_formats_are_left_alone_and_two_files_refused(package: None, tmp_path: Path) -> None:

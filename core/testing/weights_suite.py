@@ -1,0 +1,87 @@
+"""Conformance suite of the ``weights`` slot, for sources that read files: subclass it and define ``open_source``."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from glowplug.core.errors import WeightError
+from glowplug.core.protocols import WeightSource
+
+
+@dataclass
+class Wanted:
+    """A weight target that is only read, never stored."""
+
+    name: str
+    shape: tuple[int, ...]
+    index: tuple[slice, ...]
+    optional: bool = False
+    dtype: str | None = None
+
+    def store(self, value: Tensor) -> None:
+        raise AssertionError("a source reads; the loader stores")
+
+
+def whole(value: Tensor) -> tuple[slice, ...]:
+    return (slice(None),) * value.dim()
+
+
+def cuts(value: Tensor) -> list[tuple[slice, ...]]:
+    """The whole tensor in both spellings, and for each dimension a slice from its middle."""
+    full = tuple(slice(0, size) for size in value.shape)
+    middles = [slice(size // 3, max(size // 3 + 1, size - size // 4)) if size else slice(0, 0) for size in value.shape]
+    return [whole(value), full, *((*full[:dim], middle, *full[dim + 1 :]) for dim, middle in enumerate(middles)),
+            tuple(middles)]
+
+
+def same(got: Tensor, expected: Tensor) -> bool:
+    """Equal in dtype, shape and every bit (FP8 cannot be compared directly)."""
+    return (got.dtype == expected.dtype and got.shape == expected.shape
+            and torch.equal(got.contiguous().flatten().view(torch.uint8),
+                            expected.contiguous().flatten().view(torch.uint8)))
+
+
+class WeightSourceSuite:
+    """Tests that every source of stored weights must pass."""
+
+    def open_source(self, folder: Path) -> tuple[WeightSource, dict[str, Tensor]]:
+        """Write a model into the empty ``folder``; a source opened on it, and what it holds by published name."""
+        raise NotImplementedError
+
+    def test_entries_state_names_shapes_and_dtypes(self, tmp_path: Path) -> None:
+        source, values = self.open_source(tmp_path)
+        entries = source.entries()
+        assert entries.keys() == values.keys()
+        for name, value in values.items():
+            assert (entries[name].shape, entries[name].dtype) == (
+                tuple(value.shape), str(value.dtype).removeprefix("torch."))
+        source.close()
+
+    def test_slices_are_those_of_the_tensor(self, tmp_path: Path) -> None:
+        """In any order, twice over."""
+        source, values = self.open_source(tmp_path)
+        for name in [*reversed(values), *values]:
+            for index in cuts(values[name]):
+                got = source.read(Wanted(name, tuple(values[name].shape), index))
+                assert got.device.type == "cpu" and same(got, values[name][index]), (name, index)
+        source.close()
+
+    def test_what_is_read_belongs_to_the_reader(self, tmp_path: Path) -> None:
+        """It stays as it is when the next tensor is read and when the source closes."""
+        source, values = self.open_source(tmp_path)
+        got = {name: source.read(Wanted(name, tuple(value.shape), whole(value))) for name, value in values.items()}
+        source.close()
+        assert all(same(got[name], value) for name, value in values.items())
+
+    def test_another_name_or_shape_is_refused_by_name(self, tmp_path: Path) -> None:
+        source, values = self.open_source(tmp_path)
+        name, value = next(iter(values.items()))
+        with pytest.raises(WeightError, match=r"no_such\.weight"):
+            source.read(Wanted("no_such.weight", tuple(value.shape), whole(value)))
+        with pytest.raises(WeightError, match=name.replace(".", r"\.")):
+            source.read(Wanted(name, (*value.shape[:-1], value.shape[-1] + 1), whole(value)))
+        source.close()
