@@ -5,6 +5,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
+
 from glowplug.core.protocols import OutputParserFactory
 from glowplug.entrypoints.delta import Delta
 from glowplug.entrypoints.server.answers import DONE, event
@@ -25,7 +27,11 @@ def ending(context: Context, delta: Delta) -> dict[str, Any]:
 
 @dataclass
 class Choice:
-    """One sequence so far. ``held``: reasoning kept back until it is complete (``stream_reasoning: false``)."""
+    """One sequence so far.
+
+    ``held``: reasoning kept back until it is complete (``stream_reasoning: false``). ``plain``: the bytes before and
+    after the text in a chunk that carries nothing but content.
+    """
 
     split: Split
     reasoning: list[str] = field(default_factory=list)
@@ -35,10 +41,13 @@ class Choice:
     held: list[str] = field(default_factory=list)
     end: Delta | None = None
     started: bool = False
+    plain: tuple[bytes, bytes] | None = None
 
 
 class ChatAnswer:
-    """State of one request that both forms share."""
+    """State of one request that both forms share. ``counts_always``: usage is wanted before a sequence has ended."""
+
+    counts_always = False
 
     def __init__(self, context: Context, request: ChatRequest, prompt: Prompt, rid: str, prompt_text: str) -> None:
         n = request.n or 1
@@ -64,7 +73,8 @@ class ChatAnswer:
         """(reasoning, content, logprobs) that ``delta`` adds to choice ``index``; counts usage."""
         choice = self.choices[index]
         reasoning, content = choice.split.feed(delta)
-        self.usage.see(index, delta, choice.split.reasoning_tokens)
+        if self.counts_always or delta.finish_reason is not None:
+            self.usage.see(index, delta, choice.split.reasoning_tokens)
         if not self.request.include_reasoning:
             reasoning = ""
         logprobs = None
@@ -120,7 +130,7 @@ class ChatChunks(ChatAnswer):
         self._head["object"] = "chat.completion.chunk"
         options = request.stream_options
         self._include = options is not None and options.include_usage
-        self._continuous = options is not None and options.continuous_usage_stats
+        self.counts_always = options is not None and options.continuous_usage_stats
 
     def add(self, index: int, delta: Delta) -> bytes:
         """Events of one step of one choice, as one write; b"" when there is nothing to show yet."""
@@ -136,11 +146,20 @@ class ChatChunks(ChatAnswer):
         if reasoning:
             parts.append(self._chunk(index, self._with_reasoning({}, reasoning), logprobs, ids))
             logprobs, ids = None, None
-        if content or logprobs or ids:
+        if logprobs or ids or (content and self.counts_always):
             parts.append(self._chunk(index, {"content": content}, logprobs, ids))
+        elif content:
+            parts.append(self._plain(index, choice, content))
         if delta.finish_reason is not None:
             parts.append(self._chunk(index, {}, None, None, delta))
         return b"".join(parts)
+
+    def _plain(self, index: int, choice: Choice, content: str) -> bytes:
+        """The common chunk, written around its text: all else in it stays the same over a stream."""
+        if choice.plain is None:
+            before, after = self._chunk(index, {"content": "\0"}, None, None).split(b'"\\u0000"')
+            choice.plain = before, after
+        return choice.plain[0] + orjson.dumps(content) + choice.plain[1]
 
     def _first(self, index: int) -> bytes:
         fields = {"role": "assistant", "content": self.echoed}
@@ -167,7 +186,7 @@ class ChatChunks(ChatAnswer):
         chunk = {**self._head, "choices": [choice]}
         if extra:
             chunk.update(extra)
-        if self._continuous:
+        if self.counts_always:
             chunk["usage"] = self.usage.body()
         elif self._include:
             chunk["usage"] = None

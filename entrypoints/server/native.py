@@ -52,7 +52,7 @@ def _is_single(body: GenerateRequest) -> bool:
 def _sampling(body: GenerateRequest) -> list[NativeSampling]:
     given = body.sampling_params
     if given is None:
-        return [NativeSampling()]
+        return [NativeSampling.model_validate({})]
     if isinstance(given, NativeSampling):
         return [given]
     if not given or len({one.n or 1 for one in given}) != 1:

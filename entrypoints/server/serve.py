@@ -106,7 +106,7 @@ async def run(plan: EnginePlan, client: EngineClient, tokenizer: Tokenizer | Non
     """
     app = create_app(plan, client, tokenizer, parsers, plugins)
     server = Server(app, app.state.context, listener)
-    stats = asyncio.create_task(stats_lines(client, log or LogOptions()))
+    stats = asyncio.create_task(stats_lines(client, log or LogOptions.model_validate({})))
     try:
         return await server.run(make)
     finally:

@@ -5,6 +5,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +14,7 @@ import httpx
 from glowplug.core.protocols import OutputParserFactory
 from glowplug.entrypoints.client import EngineClient
 from glowplug.entrypoints.server import create_app
-from glowplug.entrypoints.server.serve import Server, bind
+from glowplug.entrypoints.server.serve import Server, _loop_factory, bind
 from tests.e2e.fake_engine import FakeExecutor, make_plan, make_tokenizer
 
 
@@ -27,8 +28,12 @@ class Served:
         self._listener = bind("127.0.0.1", 0)
         self.host, self.port = self._listener.getsockname()[:2]
         self.url = f"http://{self.host}:{self.port}"
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(self._serve())
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -49,6 +54,12 @@ class Served:
                 return
             time.sleep(0.02)
         raise AssertionError("the server did not become ready")
+
+    def loop_seconds(self) -> float:
+        """CPU time of the server's event loop so far."""
+        future: Future[float] = Future()
+        self._loop.call_soon_threadsafe(lambda: future.set_result(time.thread_time()))
+        return future.result(10)
 
     def stop(self) -> None:
         """As the first SIGTERM does."""

@@ -1,0 +1,29 @@
+"""``glowplug demo``: the plan, the streamed answer, the speed."""
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from glowplug.entrypoints import demo, llm
+from tests.e2e.test_served_model import folder as folder  # the tiny model folder with a tokenizer
+
+
+def test_the_demo_prints_plan_answer_and_speed(
+        folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(llm, "LLM", partial(llm.LLM, weights={"use": "random"}))
+    parser = argparse.ArgumentParser()
+    demo.configure(parser)
+    assert demo.run(parser.parse_args(["Hello?", "--model", str(folder), "--max-tokens", "9"])) == 0
+    printed = capsys.readouterr().out
+    assert "DeepseekV3ForCausalLM" in printed and "attention.use" in printed and "> Hello?" in printed
+    assert "9 prompt tokens, " in printed and "tokens/s" in printed
+
+
+def test_the_default_question_has_one_answer() -> None:
+    parser = argparse.ArgumentParser()
+    demo.configure(parser)
+    args = parser.parse_args([])
+    assert (args.model, args.prompt, args.temperature) == ("embedded", "What is 27 + 15?", 0.0)
