@@ -5,7 +5,7 @@ check skips what is not chosen yet.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,6 @@ from glowplug.core.facts import ModelFacts
 from glowplug.core.offers import (
     AttentionOffers,
     CacheOffers,
-    Capture,
     CollectiveOffers,
     ExecutorOffers,
     GraphOffers,
@@ -275,12 +274,12 @@ def needed_modes(draft: Draft) -> frozenset[Mode]:
     return modes
 
 
-def _runs(modes: Iterable[Mode], offers: Offers) -> bool:
-    return all(offers.modes.get(mode, Capture.NO) >= Capture.EAGER for mode in modes)
+def _runs_in(modes: frozenset[Mode], offers: Offers) -> bool:
+    return modes <= offers.runs
 
 
-def _leaves_alone(modes: list[Mode], offers: GraphOffers) -> bool:
-    return not offers.captures & set(modes)
+def _leaves_alone(modes: frozenset[Mode], offers: GraphOffers) -> bool:
+    return not offers.captures & modes
 
 
 STEP_PATH = tuple(slot.name for slot in SLOTS if slot.step)
@@ -290,10 +289,11 @@ STEP_PATH = tuple(slot.name for slot in SLOTS if slot.step)
 def check_modes(draft: Draft) -> Iterator[Refusal]:
     needed = needed_modes(draft)
     for slot, chosen in draft.step_path():
-        if not _runs(needed, chosen.offers):
-            missing = [mode for mode in needed if not _runs((mode,), chosen.offers)]
+        if not needed <= chosen.offers.runs:
+            missing = needed - chosen.offers.runs
             yield refuse(draft, slot.name, chosen, f"{chosen.name} cannot run in {_list(missing)} steps, which this "
-                         "combination needs", instead(draft, slot.name, partial(_runs, missing), "another combination"))
+                         "combination needs", instead(draft, slot.name, partial(_runs_in, missing),
+                                                      "another combination"))
 
 
 @reads(*STEP_PATH)
@@ -305,7 +305,7 @@ def check_capture(draft: Draft) -> Iterator[Refusal]:
     for slot, chosen in draft.step_path() if captured else ():
         if slot.name == "graphs":
             continue
-        loose = [mode for mode in captured if chosen.offers.modes.get(mode, Capture.NO) < Capture.GRAPH]
+        loose = captured - chosen.offers.captures_in
         if loose:
             yield refuse(draft, slot.name, chosen, f"{chosen.name} syncs with the host or allocates in {_list(loose)}, "
                          "so these steps cannot be captured",

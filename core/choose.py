@@ -155,6 +155,7 @@ def _pick(draft: Draft, slot: Slot) -> None:
         refusal = _try(draft, slot, found, given)
         if refusal is None:
             draft.decide(f"{slot.section}.use", found.component.name, "auto", _why(found, failed))
+            draft.picked.add(slot.name)
             return
         failed.append(refusal)
     draft.chosen[slot.name] = ()

@@ -26,6 +26,7 @@ class Draft:
         values: decided values that checks read: device, dtype, kv_dtype, width, ranks, mesh, overlap.
         chosen: what each slot holds so far; every slot is a key.
         elements: numbers in the checkpoint by (dtype, belongs to a next-token layer).
+        picked: slots whose component was picked by the plan, so that device, dtype and packages are known to fit.
         focus: slot that is being chosen: the others' own place on the step's path need no second look.
     """
 
@@ -38,6 +39,7 @@ class Draft:
     values: dict[str, Any] = field(default_factory=dict)
     chosen: dict[str, tuple[Chosen, ...]] = field(default_factory=lambda: {slot.name: () for slot in SLOTS})
     focus: str = ""
+    picked: set[str] = field(default_factory=set)
 
     @property
     def config(self) -> EngineConfig:

@@ -33,7 +33,7 @@ def embedded_path() -> Path:
     return Path(__file__).absolute().parents[1] / "models" / "embedded" / "checkpoint"
 
 
-def locate_model(name: str) -> Path:
+def locate_model(name: str) -> str:
     """The folder or file that ``model = name`` means: "embedded", a path, or a hub id that is already downloaded.
 
     Raises FactsError; nothing is ever downloaded.
@@ -42,13 +42,13 @@ def locate_model(name: str) -> Path:
         path = embedded_path()
         if not path.is_dir():
             raise FactsError(f"the embedded model is missing from this installation ({path})", "reinstall glowplug")
-        return path
+        return str(path)
     expanded = os.path.expanduser(name)
     if os.path.exists(expanded):  # False also for names that no file can have
-        return Path(expanded)
+        return expanded
     cached = _hub_snapshot(name)
     if cached is not None:
-        return cached
+        return str(cached)
     fix = f"write a folder that exists, \"{EMBEDDED}\" for the shipped model"
     if HUB_ID.fullmatch(name):
         fix += f", or download it first: hf download {name}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+from functools import cached_property
 
 
 class Mode(StrEnum):
@@ -55,6 +56,16 @@ class Offers:
     modes: Mapping[Mode, Capture] = field(default_factory=lambda: dict(EVERY_MODE_GRAPH))
     overlap: bool = True
     deterministic: bool = True
+
+    @cached_property
+    def runs(self) -> frozenset[Mode]:
+        """Modes it runs in at all."""
+        return frozenset(mode for mode, level in self.modes.items() if level >= Capture.EAGER)
+
+    @cached_property
+    def captures_in(self) -> frozenset[Mode]:
+        """Modes in which it may be part of a captured graph."""
+        return frozenset(mode for mode, level in self.modes.items() if level >= Capture.GRAPH)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.metadata
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -157,10 +158,11 @@ class PluginSet:
 
     def read_model(self, name: str) -> ModelReading:
         """Facts of ``model = name``, kept until the folder or its config.json changes. FactsError, WeightError."""
-        path = locate_model(name)
-        stated = path / "config.json"
-        key = (str(path), path.stat().st_mtime_ns, stated.stat().st_mtime_ns if stated.exists() else 0)
+        located = locate_model(name)
+        stated = os.path.join(located, "config.json")
+        key = (located, os.stat(located).st_mtime_ns, os.stat(stated).st_mtime_ns if os.path.exists(stated) else 0)
         if key not in self._models:
+            path = Path(located)
             facts = self._facts(path)
             if facts is None:
                 raise FactsError(f"no plugin reads a model from {path}",

@@ -129,7 +129,8 @@ def _check(draft: Draft) -> None:
         for chosen in draft.chosen[slot.name]:
             registration = draft.plugins.find(slot.name, chosen.name)
             assert registration is not None
-            found += component_checks(draft, slot, registration.component, chosen)
+            if slot.name not in draft.picked:
+                found += component_checks(draft, slot, registration.component, chosen)
             found += own_check(draft, slot, registration.component, chosen)
     for name, refusals in draft.plugins.call_each("check_plan", context=draft.context(draft.config.attention)):
         found += [Refusal(r.by or name, r.field, r.reason, r.fix, r.origin) for r in refusals or ()]

@@ -129,7 +129,7 @@ def test_hub_names_are_found_only_when_downloaded(tmp_path: Path, monkeypatch: p
     assert "hf download some/model" in caught.value.fix
     snapshot = tmp_path / "hub" / "models--some--model" / "snapshots" / "abc"
     write_model(snapshot, TINY_V3)
-    assert locate_model("some/model") == snapshot
+    assert locate_model("some/model") == str(snapshot)
     for name in ("../model", "a/b/c", "~nobody/x"):
         with pytest.raises(FactsError):
             locate_model(name)
