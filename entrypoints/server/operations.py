@@ -22,7 +22,7 @@ from glowplug.entrypoints.server.protocol.native import AbortRequest, ProfileReq
 Server = Annotated[Context, Depends(get_context)]
 
 PROBE_SECONDS = 20.0  #: most time the one-token probe may take
-FLUSH_SECONDS = 10.0
+CONTROL_SECONDS = 30.0  #: most time a command may wait for the engine's answer
 
 
 async def health(context: Server) -> Response:
@@ -103,8 +103,7 @@ def _shown(field: str, value: Any) -> Any:
 
 async def flush_cache(context: Server) -> Response:
     """Drop the prefix cache. 400 while sequences run."""
-    async with asyncio.timeout(FLUSH_SECONDS):
-        await context.client.control("flush")
+    await _command(context, "flush")
     return json_response({"success": True, "message": "the prefix cache is empty"})
 
 
@@ -123,10 +122,19 @@ async def start_profile(body: Annotated[ProfileRequest, Depends(body_of(ProfileR
                         context: Server) -> Response:
     """Record a trace under a label (never a path) in the configured folder."""
     extra = {} if body.num_steps is None else {"num_steps": body.num_steps}
-    await context.client.control("profile_start", label=body.label, **extra)
+    await _command(context, "profile_start", label=body.label, **extra)
     return json_response({"success": True, "message": f"profiling {body.label}"})
 
 
 async def stop_profile(context: Server) -> Response:
-    await context.client.control("profile_stop")
+    await _command(context, "profile_stop")
     return json_response({"success": True, "message": "the trace is written"})
+
+
+async def _command(context: Context, action: str, **arguments: Any) -> None:
+    """RequestError when the engine refuses, Unavailable when it does not answer."""
+    try:
+        async with asyncio.timeout(CONTROL_SECONDS):
+            await context.client.control(action, **arguments)
+    except TimeoutError:
+        raise Unavailable(f"no answer from the engine within {CONTROL_SECONDS:.0f} s", "engine_silent") from None

@@ -22,8 +22,8 @@ class Served:
     """``url`` answers while the ``with`` lasts. ``exit_code`` is there once the server has ended."""
 
     def __init__(self, executor: FakeExecutor, parsers: Sequence[OutputParserFactory], plan: Any,
-                 tokenizer: Any) -> None:
-        self.executor, self.exit_code = executor, -1
+                 tokenizer: Any, plugins: Any) -> None:
+        self.executor, self.exit_code, self._plugins = executor, -1, plugins
         self._parsers, self._plan, self._tokenizer = parsers, plan, tokenizer
         self._listener = bind("127.0.0.1", 0)
         self.host, self.port = self._listener.getsockname()[:2]
@@ -38,7 +38,7 @@ class Served:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         client = EngineClient(self._plan, self._tokenizer, self._tokenizer.eos_ids if self._tokenizer else ())
-        app = create_app(self._plan, client, self._tokenizer, self._parsers)
+        app = create_app(self._plan, client, self._tokenizer, self._parsers, self._plugins)
         self.context = app.state.context
         self.server = Server(app, self.context, self._listener)
         self.exit_code = await self.server.run(self._make)
@@ -93,9 +93,9 @@ def gauge(text: str, name: str, prefix: str = "glowplug") -> float:
 
 @contextmanager
 def served(executor: FakeExecutor | None = None, *, parsers: Sequence[OutputParserFactory] = (), context: int = 4096,
-           tokenizer: bool = True, ready: bool = True, **config: Any) -> Iterator[Served]:
+           tokenizer: bool = True, ready: bool = True, plugins: Any = None, **config: Any) -> Iterator[Served]:
     one = Served(executor or FakeExecutor(), parsers, make_plan(context=context, **config),
-                 make_tokenizer() if tokenizer else None)
+                 make_tokenizer() if tokenizer else None, plugins)
     try:
         if ready:
             one.wait_ready()

@@ -10,6 +10,7 @@ from fastapi import APIRouter, FastAPI
 
 from glowplug.core.errors import PluginLoadError, RequestError
 from glowplug.core.options import ServerOptions
+from glowplug.core.plan import EnginePlan
 from glowplug.entrypoints.server.auth import Authoriser, leaf_routes, require_guarded
 from glowplug.entrypoints.server.routes import ROUTES
 from tests.e2e.serving import Served, served
@@ -118,6 +119,25 @@ def test_open_routes_can_be_closed() -> None:
     with served(server={"api_key": KEY, "open_routes": ["/ready"]}) as one:
         assert httpx.get(one.url + "/metrics").status_code == 401
         assert httpx.get(one.url + "/ready").status_code == 200
+
+
+class PluginSet:
+    """As much of one as the app asks for: a hook that adds a route."""
+
+    @property
+    def hook(self) -> PluginSet:
+        return self
+
+    def extend_app(self, app: FastAPI, plan: EnginePlan) -> None:
+        router = APIRouter(prefix="/mine")
+        router.add_api_route("/health", nothing)  # named like an open route, but not one
+        app.include_router(router)
+
+
+def test_a_plugins_routes_are_closed_too() -> None:
+    with served(plugins=PluginSet(), server={"api_key": KEY}) as one:
+        assert httpx.get(one.url + "/mine/health").status_code == 401
+        assert httpx.get(one.url + "/mine/health", headers=bearer(KEY)).json() == {}
 
 
 def nothing() -> dict[str, str]:

@@ -12,6 +12,7 @@ import httpx
 import psutil
 import pytest
 
+from glowplug.entrypoints.server.jobs import Meter
 from tests.e2e.fake_engine import FakeExecutor
 from tests.e2e.serving import Served, served
 
@@ -281,6 +282,20 @@ def test_engine_failures_are_sanitised(client: httpx.Client) -> None:
     last = [line for line in text.splitlines() if line][-1]
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "nan_logits"
     assert "[DONE]" not in text and not LEAKS.search(text)
+
+
+def test_our_own_bugs_say_nothing_of_us(server: Served, client: httpx.Client, monkeypatch: pytest.MonkeyPatch,
+                                        caplog: pytest.LogCaptureFixture) -> None:
+    def broken(*arguments: object) -> None:
+        raise ZeroDivisionError("in /home/someone/secret.py at 0x7f0011223344")
+
+    for stream in (False, True):
+        with monkeypatch.context() as patch:
+            patch.setattr(Meter, "observe", broken)
+            error = refused(client.post(CHAT, json={"messages": HELLO, "stream": stream}), 500)
+        assert (error["message"], error["code"], error["type"]) == ("internal error", "internal_error", "server_error")
+        server.wait_idle()
+    assert "ZeroDivisionError" in caplog.text, "the operator is told"
 
 
 def test_timeouts_are_504_and_free_their_pages(client: httpx.Client) -> None:
