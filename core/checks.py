@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
-
 from glowplug.core.component import CONTRACT, Chosen, Component
 from glowplug.core.draft import Draft
 from glowplug.core.errors import Refusal
@@ -92,16 +90,18 @@ def component_checks(draft: Draft, slot: Slot, component: Component, chosen: Cho
 
 def missing_packages(component: Component, packages: dict[str, str]) -> list[tuple[str, str]]:
     """(requirement, what is installed) of each package that is missing or of the wrong version."""
-    missing = []
-    for package in component.requires:
-        version = packages.get(package.name, "")
-        try:
-            fits = bool(version) and SpecifierSet(package.spec, prereleases=True).contains(version)
-        except InvalidSpecifier:
-            fits = False
-        if not fits:
-            missing.append((f"{package.name}{package.spec}", version or "not installed"))
-    return missing
+    found = ((package, packages.get(package.name, "")) for package in component.requires)
+    return [(f"{package.name}{package.spec}", version or "not installed") for package, version in found
+            if not version or not _matches(version, package.spec)]
+
+
+def _matches(version: str, spec: str) -> bool:
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet  # only few components ask, and it is slow to import
+
+    try:
+        return SpecifierSet(spec, prereleases=True).contains(version)
+    except InvalidSpecifier:
+        return False
 
 
 def _packages(draft: Draft, slot: Slot, component: Component, chosen: Chosen) -> Iterator[Refusal]:
