@@ -143,8 +143,8 @@ class Runner:
     def _to_host(self, batch: Batch, accepted: Accepted, scored: list[PromptLogprobs]) -> InFlight:
         if self.device.type != "cuda":
             return InFlight(batch, accepted, scored, None)
-        event = torch.cuda.Event()
-        moved = Accepted(*(self._pinned(t) for t in (accepted.tokens, accepted.counts, accepted.bad)))
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        moved = Accepted(self._pinned(accepted.tokens), self._pinned(accepted.counts), self._pinned(accepted.bad))
         if accepted.logprobs is not None:
             lp = accepted.logprobs
             moved.logprobs = type(lp)(self._pinned(lp.token), self._pinned(lp.top_ids), self._pinned(lp.top))

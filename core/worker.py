@@ -1,6 +1,6 @@
 """Builds one rank from a plan: components, model, weights, KV pool, loop; then warms it up and tests it.
 
-The phases, in order, are what progress reports and failures name: ``build``, ``weights``, ``kv``, ``warmup``, ``ready``.
+Its phases are what progress reports and failures name: ``build``, ``weights``, ``kv``, ``warmup``, ``ready``.
 """
 from __future__ import annotations
 
@@ -11,20 +11,47 @@ from typing import Any
 import torch
 
 from glowplug.core.build import BuildContext
-from glowplug.core.engine import Engine
+from glowplug.core.engine import ControlHandler, Engine
 from glowplug.core.errors import GlowplugError
+from glowplug.core.facts import ModelFacts
 from glowplug.core.loading import load_model
 from glowplug.core.memory.allocator import PageAllocator
+from glowplug.core.memory.measure import MemoryMeter
 from glowplug.core.memory.pool import KVPool
+from glowplug.core.offers import QuantizationOffers
 from glowplug.core.plan import Choice, EnginePlan
 from glowplug.core.plugins import PluginSet
 from glowplug.core.profiling import Profiler
-from glowplug.core.protocols import Limits, Worker
+from glowplug.core.protocols import Limits, QuantizationScheme, Scheduler, Worker
 from glowplug.core.rows import SequenceTable
 from glowplug.core.runner import Runner
 from glowplug.core.warmup import warm_up
 
 Report = Callable[[str, int, int], None]  #: phase, done, total
+
+
+def build_context(plan: EnginePlan, plugins: PluginSet, worker: Worker, *, facts: ModelFacts | None = None,
+                  context: int | None = None) -> BuildContext:
+    """What the plan's model builds from: fresh components. ``facts`` and ``context`` replace the plan's."""
+    made = {slot: plugins.build(plan.choice(slot), plan, worker)
+            for slot in ("quantization", "parallel", "collectives", "attention", "ops")}
+    return BuildContext(
+        facts=facts or plan.facts.model, worker=worker, dtype=worker.dtype,
+        context=context or plan.sizes.context_length, scheme=made["quantization"],
+        plain=_plain_scheme(plan, plugins, worker), parallel=made["parallel"], collectives=made["collectives"],
+        attention=made["attention"], ops=made["ops"],
+    )
+
+
+def _plain_scheme(plan: EnginePlan, plugins: PluginSet, worker: Worker) -> QuantizationScheme:
+    """The scheme for modules that a checkpoint leaves unquantized: the first that reads plain weights."""
+    for component, _, _ in plugins.components("quantization"):
+        offers = component.offers
+        if isinstance(offers, QuantizationOffers) and "none" in offers.reads and not offers.online:
+            choice = Choice("quantization", component.name, component.factory, {"use": component.name})
+            scheme: QuantizationScheme = plugins.build(choice, plan, worker)
+            return scheme
+    raise GlowplugError("no registered quantization scheme reads unquantized weights")
 
 
 class RankBuilder:
@@ -33,6 +60,7 @@ class RankBuilder:
     def __init__(self, plan: EnginePlan, worker: Worker, plugins: PluginSet, report: Report) -> None:
         self.plan, self.worker, self.plugins, self.report = plan, worker, plugins, report
         self.seconds: dict[str, float] = {}
+        self.meter = MemoryMeter(worker.device)
 
     def component(self, slot: str) -> Any:
         return self.plugins.build(self.plan.choice(slot), self.plan, self.worker)
@@ -41,13 +69,8 @@ class RankBuilder:
         started = time.perf_counter()
         self.report("build", 0, 1)
         plan, sizes = self.plan, self.plan.sizes
-        parallel, collectives = self.component("parallel"), self.component("collectives")
-        attention, speculative = self.component("attention"), self.component("speculative")
-        context = BuildContext(
-            facts=plan.facts.model, worker=self.worker, dtype=self.worker.dtype, context=sizes.context_length,
-            scheme=self.component("quantization"), plain=self._plain_scheme(), parallel=parallel,
-            collectives=collectives, attention=attention, ops=self.component("ops"),
-        )
+        context = build_context(plan, self.plugins, self.worker)
+        attention, speculative = context.attention, self.component("speculative")
         model = self.component("model").build(context)
         self._lap("build", started)
         self._load(model)
@@ -63,19 +86,13 @@ class RankBuilder:
         cache = self.component("cache")
         scheduler.bind(table, pages, cache, self.component("policy"))
         self._warm_up(runner)
-        profiler = Profiler(self.worker.rank, self.worker.device)
-        controls = {"info": lambda args: self.info(), "check": lambda args: scheduler.check() or {},
-                    "profile_start": profiler.start, "profile_stop": profiler.stop}
-        return Engine(scheduler=scheduler, runner=runner, parallel=parallel, collectives=collectives,
-                      overlap=plan.overlap, observers=self._observers(), controls=controls)
+        return Engine(scheduler=scheduler, runner=runner, parallel=context.parallel, collectives=context.collectives,
+                      overlap=plan.overlap, observers=self._observers(), controls=self._controls(scheduler))
 
-    def _plain_scheme(self) -> Any:
-        """The scheme for modules that a checkpoint leaves unquantized: the first that reads plain weights."""
-        for component, _, _ in self.plugins.components("quantization"):
-            if "none" in component.offers.reads and not component.offers.online:
-                choice = Choice("quantization", component.name, component.factory, {"use": component.name})
-                return self.plugins.build(choice, self.plan, self.worker)
-        raise GlowplugError("no registered quantization scheme reads unquantized weights")
+    def _controls(self, scheduler: Scheduler) -> dict[str, ControlHandler]:
+        profiler = Profiler(self.worker.rank, self.worker.device)
+        return {"info": lambda args: self.info(), "check": lambda args: dict(scheduler.check()),
+                "profile_start": profiler.start, "profile_stop": profiler.stop}
 
     def _load(self, model: Any) -> None:
         started = time.perf_counter()
@@ -85,6 +102,7 @@ class RankBuilder:
             load_model(model, source, self.plan.facts.model, lambda done, total: self.report("weights", done, total))
         finally:
             source.close()
+        self.meter.mark("weights")
         self._lap("weights", started)
 
     def _reserve(self, attention: Any, speculative: Any) -> tuple[SequenceTable, KVPool]:
@@ -94,6 +112,7 @@ class RankBuilder:
         table = SequenceTable(sizes.max_running, sizes.context_length + sizes.width, sizes.page_size)
         pool = KVPool(attention.kv_layout(), sizes.num_pages, self.worker.device)
         self.kv_bytes = pool.bytes
+        self.meter.mark("kv cache")
         self._lap("kv", started)
         return table, pool
 
@@ -109,6 +128,7 @@ class RankBuilder:
         self.report("warmup", 0, 1)
         warm_up(runner, self.plan)
         runner.graphs.capture(runner)
+        self.meter.mark("activations")
         self._lap("warmup", started)
 
     def _observers(self) -> list[Any]:
@@ -119,9 +139,15 @@ class RankBuilder:
         self.seconds[phase] = time.perf_counter() - started
 
     def info(self) -> dict[str, Any]:
-        """What /server_info shows of this rank: start-up seconds by phase, bytes really used."""
-        return {"startup_seconds": self.seconds, "kv_bytes": self.kv_bytes,
-                "max_total_num_tokens": (self.plan.sizes.num_pages - 1) * self.plan.sizes.page_size}
+        """What /server_info shows of this rank: start-up seconds by phase, planned and measured bytes by line.
+
+        On the CPU the KV pool's measured bytes are the touched part of it: untouched pages cost nothing.
+        """
+        sizes = self.plan.sizes
+        memory = {line.name: {"planned": line.bytes, "measured": self.meter.lines.get(line.name)}
+                  for line in self.plan.budget}
+        return {"startup_seconds": self.seconds, "kv_bytes": self.kv_bytes, "memory": memory,
+                "max_total_num_tokens": (sizes.num_pages - 1) * sizes.page_size}
 
 
 def make_worker(plan: EnginePlan, rank: int) -> Worker:

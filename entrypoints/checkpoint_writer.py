@@ -14,15 +14,15 @@ import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from glowplug.core.build import BuildContext
 from glowplug.core.errors import GlowplugError
 from glowplug.core.facts import HardwareFacts, ModelFacts, TensorFact
 from glowplug.core.memory.layout import DTYPE_BYTES
-from glowplug.core.plan import Choice, EnginePlan
+from glowplug.core.plan import EnginePlan
 from glowplug.core.plugins import PluginSet, load_plugins
 from glowplug.core.protocols import WeightSource, WeightTarget, Worker
 from glowplug.core.resolve import plan as make_plan
 from glowplug.core.safetensors_header import INDEX_NAME
+from glowplug.core.worker import build_context
 from glowplug.entrypoints.byte_tokenizer import TOKENS, write_byte_tokenizer
 from glowplug.entrypoints.checkpoint import BYTES, NONE
 
@@ -67,16 +67,9 @@ def weight_targets(plan: EnginePlan, plugins: PluginSet) -> Iterator[WeightTarge
     """Every tensor of a published checkpoint of the plan's model, its NextN layers included, in order."""
     worker = Worker(device="meta", dtype=getattr(torch, plan.dtype))
 
-    def build(choice: Choice) -> Any:
-        return plugins.build(choice, plan, worker)
-
     facts = _with_nextn(plan.facts.model)
-    context = BuildContext(
-        facts=facts, worker=worker, dtype=worker.dtype, context=plan.sizes.page_size,
-        scheme=build(plan.choice("quantization")), plain=_plain(plan, plugins, worker),
-        parallel=build(plan.choice("parallel")), collectives=build(plan.choice("collectives")),
-        attention=build(plan.choice("attention")), ops=build(plan.choice("ops")))
-    family = build(plan.choice("model"))
+    context = build_context(plan, plugins, worker, facts=facts, context=plan.sizes.page_size)
+    family = plugins.build(plan.choice("model"), plan, worker)
     model = family.build(context)
     yield from model.targets()
     for number in range(facts.nextn_layers):
@@ -89,15 +82,6 @@ def _with_nextn(facts: ModelFacts) -> ModelFacts:
               for name in ("embed_tokens", "shared_head.head"))
     table = TensorFact(facts.dtype, (facts.vocab_size, facts.hidden_size))
     return replace(facts, tensors=dict.fromkeys(shared, table))
-
-
-def _plain(plan: EnginePlan, plugins: PluginSet, worker: Worker) -> Any:
-    """The scheme of modules that stay unquantized."""
-    for component, _, _ in plugins.components("quantization"):
-        if "none" in component.offers.reads and not component.offers.online:  # type: ignore[attr-defined]
-            choice = Choice("quantization", component.name, component.factory, {"use": component.name})
-            return plugins.build(choice, plan, worker)
-    raise GlowplugError("no registered quantization scheme reads unquantized weights")
 
 
 def _deal(targets: list[WeightTarget], dtype: str, shard_bytes: int) -> tuple[int, list[list[WeightTarget]]]:

@@ -1,8 +1,10 @@
 """The KV pool: one tensor for each layer and entry, shaped by the attention backend's layout."""
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 
 from glowplug.core.memory.layout import KVLayout
@@ -28,7 +30,7 @@ class KVPool:
         tokens = num_pages * layout.page_size
         self.layers: tuple[Mapping[str, torch.Tensor], ...] = tuple(
             {
-                entry.name: torch.zeros((tokens, *entry.shape), dtype=TORCH_DTYPES[entry.dtype], device=device)
+                entry.name: _zeros((tokens, *entry.shape), TORCH_DTYPES[entry.dtype], device)
                 for entry in layout.entries
             }
             for _ in range(layout.layers)
@@ -37,3 +39,10 @@ class KVPool:
     @property
     def bytes(self) -> int:
         return sum(t.numel() * t.element_size() for layer in self.layers for t in layer.values())
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    if device != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # NOTE: numpy's zeros are the operating system's untouched pages: a large pool costs time and memory only as used.
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

@@ -49,7 +49,8 @@ async def until_idle(client: EngineClient, seconds: float) -> None:
     async with asyncio.timeout(seconds):
         while True:
             stats = client.stats()
-            if stats.running == stats.waiting == 0 and stats.pages_free + stats.pages_evictable == stats.pages_total:
+            idle = stats.running == stats.waiting == 0
+            if idle and stats.pages_free + stats.pages_evictable == stats.pages_total:
                 return
             await asyncio.sleep(0.02)
 
@@ -69,7 +70,8 @@ def test_two_hundred_streams_finish(folder: Path, executor: str) -> None:
 
 def test_dropped_clients_free_their_pages(folder: Path) -> None:
     async def run() -> None:
-        async with client_for(folder, executor={"use": "multiprocess"}, scheduler={"max_running_requests": 4}) as client:
+        few = {"max_running_requests": 4}
+        async with client_for(folder, executor={"use": "multiprocess"}, scheduler=few) as client:
             tasks = [asyncio.create_task(tokens(client, [3 + i, 4, 5], LONG, f"r{i}")) for i in range(12)]
             await asyncio.sleep(0.5)
             assert client.stats().running > 0
@@ -93,10 +95,7 @@ def test_abort_by_request_id(folder: Path) -> None:
             await until_idle(client, 1.0)
 
     async def _last(client: EngineClient, name: str) -> Any:
-        delta = None
-        async for delta in client.generate([5, 6], LONG, request_id=name):
-            pass
-        return delta
+        return [delta async for delta in client.generate([5, 6], LONG, request_id=name)][-1]
 
     asyncio.run(run())
 
@@ -110,7 +109,8 @@ def test_abort_by_request_id(folder: Path) -> None:
     ([5], SamplingParams(logit_bias={100_000: 1.0}), None),
     ([5], SamplingParams(stop=["x"]), None),
 ])
-def test_a_bad_request_costs_only_itself(folder: Path, ids: list[int], params: SamplingParams, code: str | None) -> None:
+def test_a_bad_request_costs_only_itself(folder: Path, ids: list[int], params: SamplingParams,
+                                         code: str | None) -> None:
     async def run() -> None:
         async with client_for(folder) as client:
             with pytest.raises(RequestError) as caught:
