@@ -43,7 +43,7 @@ class Batch:
     kv_lens_device: Any = None  #: torch int32 [B]
     query_starts: Any = None  #: torch int32 [B + 1] prefix sums of query_lens
     page_table: Any = None  #: torch int32 [B, P]
-    logits_index: Any = None  #: torch int64 [N] tokens whose logits are wanted; D*W first, then one a sampling prefill row
+    logits_index: Any = None  #: torch int64 [N] tokens whose logits are wanted, or None: all of them
     extra: dict[str, Any] = field(default_factory=dict)  #: parallel and speculative plugins' own fields, by plugin
 
     @property
@@ -62,7 +62,7 @@ class Batch:
 
 @dataclass(eq=False)
 class LogprobTensors:
-    """Device log-probabilities for N tokens: ``token`` float32 [N], ``top_ids`` int64 [N, K], ``top`` float32 [N, K]."""
+    """Device log-probabilities of N tokens: ``token`` float32 [N], ``top_ids`` int64 and ``top`` float32 [N, K]."""
 
     token: torch.Tensor
     top_ids: torch.Tensor

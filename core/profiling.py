@@ -1,6 +1,6 @@
 """A torch profiler that requests can switch on and off; writes Chrome traces under one directory.
 
-The directory is ``GLOWPLUG_PROFILE_DIR`` (a debug switch) or ``./profiles``. A request never names a path, only a label.
+The directory is ``GLOWPLUG_PROFILE_DIR`` (a debug switch) or ``./profiles``. A request names a label, never a path.
 """
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ class InFlight:
 class Runner:
     """Executes batches on one rank. Owns no request state; reads the sequence table."""
 
-    def __init__(self, *, model: Model, attention: AttentionBackend, speculative: SpeculativeAlgorithm, sampler: Sampler,
-                 graphs: GraphRunner, table: SequenceTable, device: str) -> None:
+    def __init__(self, *, model: Model, attention: AttentionBackend, speculative: SpeculativeAlgorithm,
+                 sampler: Sampler, graphs: GraphRunner, table: SequenceTable, device: str) -> None:
         self.model, self.attention, self.speculative = model, attention, speculative
         self.sampler, self.graphs, self.table = sampler, graphs, table
         self.device = torch.device(device)
