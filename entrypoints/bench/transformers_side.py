@@ -20,7 +20,7 @@ class TransformersSide:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.model = model.eval()
+        self.model = model.float().eval()  # NOTE: what an FP8 checkpoint leaves unquantized stays bfloat16 otherwise
         self.version = transformers.__version__
 
     def generate(self, prompt: list[int], count: int) -> tuple[list[int], float]:
