@@ -144,9 +144,9 @@ def test_excerpts_are_of_the_files_they_name() -> None:
 
 
 def test_the_guides_plugin_runs(tmp_path: Path) -> None:
-    """The two files of the plugin guide, taken from the page, loaded as a third party's and served with."""
+    """The files of the plugin guide, taken from the page: they pass the suite, are loaded and served with."""
     guide = (ROOT / "docs" / "writing-a-plugin.md").read_text()
-    for name in ("shortest_first", "shortest_first_runtime"):
+    for name in ("shortest_first", "shortest_first_runtime", "test_shortest_first"):
         body = re.search(rf"^```python\n# {name}\.py\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL)
         assert body is not None
         (tmp_path / f"{name}.py").write_text(body.group(1))
@@ -161,10 +161,21 @@ def test_the_guides_plugin_runs(tmp_path: Path) -> None:
             "    while len(order) < 3:\n"
             "        order += [streams[s] for s, delta in llm.poll() if s.done]\n"
             "    print(llm.plan.choice('policy').name, order)\n")
+    environment = {"PYTHONPATH": f"{ROOT / 'src'}:{tmp_path}", "PATH": "/usr/bin:/bin"}
+    suite = subprocess.run([sys.executable, "-m", "pytest", "-q", "test_shortest_first.py"], cwd=tmp_path, check=False,
+                           capture_output=True, text=True, timeout=120, env=environment)
+    assert suite.returncode == 0, suite.stdout
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False,
-                          env={"PYTHONPATH": f"{ROOT / 'src'}:{tmp_path}", "PATH": "/usr/bin:/bin"})
+                          env=environment)
     assert done.stdout.split("\n")[0] == "shortest_first [10, 20, 30]", done.stdout + done.stderr
 
 
 def test_no_page_shows_a_path_of_the_machine_it_was_made_on() -> None:
     assert [page.name for page in PAGES if str(ROOT) in page.read_text(encoding="utf-8")] == []
+
+
+def test_the_guide_lists_every_suite() -> None:
+    guide = (ROOT / "docs" / "writing-a-plugin.md").read_text()
+    suites = [path.stem for path in (ROOT / "core" / "testing").glob("*_suite.py")]
+    assert len(suites) >= 5
+    assert [name for name in suites if f"`{name}`" not in guide] == []
