@@ -67,7 +67,8 @@ def hook_entry(node: ast.FunctionDef) -> str:
     spec = getattr(hookspecs, node.name)
     first = getattr(spec, f"{hookspecs.PROJECT}_spec")["firstresult"]
     result = ast.unparse(node.returns) if node.returns else ""
-    lines = [f"### `{node.name}`", "", f"```python\ndef {node.name}({ast.unparse(node.args)}) -> {result}: ...\n```", ""]
+    signature = f"def {node.name}({ast.unparse(node.args)}) -> {result}: ..."
+    lines = [f"### `{node.name}`", "", f"```python\n{signature}\n```", ""]
     lines += [text_of(spec), ""]
     if first:
         lines += ["The first plugin that does not return None decides.", ""]
