@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     for path, records in zip(args.files, loaded):
         print(f"{path}\n{report.table(args.columns, [cells(record, args.columns) for record in records])}\n")
     if len(loaded) == 2:
-        print(f"change in percent\n{report.table(args.columns, changes(*loaded, args.columns))}")
+        print(f"change in percent\n{report.table(args.columns, changes(loaded[0], loaded[1], args.columns))}")
     return 0
 
 

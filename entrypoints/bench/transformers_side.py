@@ -16,7 +16,8 @@ class TransformersSide:
         import torch
         import transformers
 
-        transformers.logging.set_verbosity_error()
+        logging: Any = transformers.logging
+        logging.set_verbosity_error()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
