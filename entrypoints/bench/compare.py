@@ -20,7 +20,7 @@ from glowplug.entrypoints.bench import report
 from glowplug.entrypoints.bench.backends import BACKENDS, Request
 from glowplug.entrypoints.bench.datasets import Prompt
 from glowplug.entrypoints.bench.engine_options import add_engine_options, engine_config
-from glowplug.entrypoints.bench.http_stream import Target
+from glowplug.entrypoints.bench.http_stream import Target, call
 from glowplug.entrypoints.bench.load import Load, drive
 from glowplug.entrypoints.bench.local_server import MODEL, LocalServer
 
@@ -105,9 +105,10 @@ def _sides(args: argparse.Namespace, llm: LLM, rounds: list[Ids]) -> dict[str, A
 
 
 def _ours(llm: LLM, prompts: Ids, count: int) -> tuple[float, Ids]:
-    """(output tokens a second, the tokens) of one ``generate`` call."""
+    """(output tokens a second, the tokens) of one ``generate`` call, nothing of it in the prefix cache."""
     from glowplug.core.request import SamplingParams
 
+    llm.control("flush")
     params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
     started = time.perf_counter()
     results = llm.generate(prompts, params)
@@ -144,6 +145,9 @@ def _serving(args: argparse.Namespace, llm: LLM, config: dict[str, Any], rounds:
 
 def _served(target: Target, prompts: Ids, count: int) -> float:
     requests = [Prompt(len(ids), count, ids=ids) for ids in prompts]
+    status, body = asyncio.run(call(target, "POST", "/flush_cache", {}))
+    if status != 200:
+        raise RuntimeError(f"POST /flush_cache answered {status}: {body.decode(errors='replace')[:300]}")
     outcomes, seconds = asyncio.run(drive(target, BACKENDS["glowplug"], Request(MODEL), requests, Load(),
                                           lambda: None))
     failed = [outcome.error for outcome in outcomes if not outcome.ok]
