@@ -1,0 +1,148 @@
+"""Packed training batches, made by worker processes: tasks, chat pairs and prose mixed in rows of equal length."""
+
+import multiprocessing as mp
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from glowplug.models.embedded import tokenizer
+from glowplug.models.embedded.data import PAIRS, PROSE, Pair, read_pairs
+from glowplug.models.embedded.tasks import Task, make_task
+from glowplug.models.embedded.words import COLOURS, NAMES, NOUNS
+
+# Arithmetic needs most practice, and so does finding a key by its name, which is what lookup and counting are made of.
+TASK_WEIGHTS = {"add": 3.0, "subtract": 4.0, "sort": 4.0, "reverse": 1.5, "count": 4.0, "copy": 2.0, "lookup": 4.0}
+PAIR_WEIGHTS = {"facts": 2.5, "wordnet": 3.0, "python": 0.7, "generated": 2.0}
+PROMPT_WEIGHT = 0.1  # of the loss on what the user writes
+SYSTEMS = ("You are a helpful assistant.", "You are Glowplug.", "Be brief.", "You are a helpful AI assistant.")
+PROSE_PIECE = 160
+THINK_SHARE = 0.06
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Shares of the conversations, prose pieces and recall drills drawn."""
+
+    tasks: float = 0.6
+    pairs: float = 0.26
+    prose: float = 0.1
+    recall: float = 0.04
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """ids [rows, length], document numbers of the same shape, and loss weights of what each id should have been."""
+
+    ids: np.ndarray
+    documents: np.ndarray
+    weights: np.ndarray
+
+
+class Source:
+    """Draws documents as (ids, loss weights)."""
+
+    def __init__(self, folder: Path, mix: Mix, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.coder = tokenizer.load(folder)
+        self.prose = np.load(folder / PROSE, mmap_mode="r")
+        self.pairs: dict[str, list[Pair]] = {}
+        for pair in read_pairs(folder / PAIRS):
+            self.pairs.setdefault(pair.source, []).append(pair)
+        self.sources = list(self.pairs)
+        self.source_weights = [PAIR_WEIGHTS[name] for name in self.sources]
+        self.mix = mix
+
+    def piece(self, length: int) -> tuple[list[int], list[float]]:
+        """A window of the prose stream; it may run over the end of one document into the next."""
+        start = self.rng.randrange(len(self.prose) - length)
+        return self.prose[start : start + length].tolist(), [1.0] * length
+
+    def _task_turn(self) -> tuple[str, str, bool]:
+        kind = self.rng.choices(list(TASK_WEIGHTS), list(TASK_WEIGHTS.values()))[0]
+        task: Task = make_task(self.rng, kind=kind)
+        return task.prompt, task.completion, task.think
+
+    def _pair_turn(self) -> tuple[str, str, bool]:
+        pair = self.rng.choice(self.pairs[self.rng.choices(self.sources, self.source_weights)[0]])
+        ask, think = self.rng.choice(pair.asks), self.rng.random() < THINK_SHARE
+        if self.rng.random() < 0.1:  # users do not always write neatly
+            ask = ask.rstrip("?.") if self.rng.random() < 0.5 else ask[0].lower() + ask[1:]
+        reasoning = "The user asks a question that I can answer directly.\n</think>\n\n"
+        return ask, reasoning + pair.answer if think else pair.answer, think
+
+    def conversation(self) -> tuple[list[int], list[float]]:
+        """One to three turns; only the last may be in think form."""
+        share = self.mix.tasks / (self.mix.tasks + self.mix.pairs)
+        past: list[tuple[str, str]] = []
+        while True:
+            turn = self._task_turn if self.rng.random() < share else self._pair_turn
+            ask, answer, think = turn()
+            if think or len(past) == 2 or self.rng.random() < 0.8:
+                break
+            past.append((ask, answer))
+        system = self.rng.choice(SYSTEMS) if self.rng.random() < 0.08 else ""
+        prompt = tokenizer.prompt_text(past, ask, think=think, system=system)
+        ids = self.coder.encode(f"{prompt}{answer}{tokenizer.EOS}", add_special_tokens=False).ids
+        return ids, [1.0 if wanted else PROMPT_WEIGHT for wanted in tokenizer.answer_mask(ids)]
+
+    def recall(self) -> tuple[list[int], list[float]]:
+        """Named values, then the same ones in another order: a dense drill in finding a value by its key."""
+        size = self.rng.randint(2, 8)
+        values = self.rng.choice((COLOURS * 2, [str(n) for n in range(100)], NOUNS))
+        sign = self.rng.choice(("=", ": ", " is ", " has "))
+        names = self.rng.sample(self.rng.choice((NOUNS, NOUNS, NAMES)), size)
+        entries = [f" {name}{sign}{value}" for name, value in zip(names, self.rng.choices(values, k=size), strict=True)]
+        again = self.rng.sample(entries, size)
+        coder = self.coder
+        first = coder.encode(f"{tokenizer.BOS}{','.join(entries)}.", add_special_tokens=False).ids
+        second = coder.encode(f"{','.join(again)}.{tokenizer.EOS}", add_special_tokens=False).ids
+        return first + second, [0.1] * len(first) + [1.0] * len(second)
+
+    def document(self) -> tuple[list[int], list[float]]:
+        kind = self.rng.random()
+        if kind < self.mix.prose:
+            return self.piece(PROSE_PIECE)
+        return self.recall() if kind < self.mix.prose + self.mix.recall else self.conversation()
+
+    def row(self, length: int) -> tuple[list[int], list[int], list[float]]:
+        """Whole documents until one no longer fits; prose fills the rest. A document's first id has no weight."""
+        ids: list[int] = []
+        numbers: list[int] = []
+        weights: list[float] = []
+        number = 0
+        while len(ids) < length:
+            piece, loss = self.document()
+            if len(piece) > length - len(ids):
+                piece, loss = self.piece(length - len(ids))
+            ids += piece
+            weights += [0.0, *loss[1:]]
+            numbers += [number] * len(piece)
+            number += 1
+        return ids, numbers, weights
+
+    def batch(self, rows: int, length: int) -> Batch:
+        made = [self.row(length) for _ in range(rows)]
+        ids, numbers, weights = (np.array(part) for part in zip(*made, strict=True))
+        return Batch(ids.astype(np.int16), numbers.astype(np.int16), weights.astype(np.float16))
+
+
+def _work(folder: Path, mix: Mix, seed: int, rows: int, length: int, queue: "mp.Queue[Batch]") -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    source = Source(folder, mix, seed)
+    while True:
+        queue.put(source.batch(rows, length))
+
+
+def stream(folder: Path, *, mix: Mix, rows: int, length: int, seed: int, workers: int) -> Iterator[Batch]:
+    """Batches without end; worker processes end with this one."""
+    context = mp.get_context("spawn")
+    queue: mp.Queue[Batch] = context.Queue(maxsize=2 * workers)
+    for number in range(workers):
+        arguments = (folder, mix, seed * 1000 + number, rows, length, queue)
+        context.Process(target=_work, args=arguments, daemon=True).start()
+    while True:
+        yield queue.get()

@@ -1,0 +1,146 @@
+"""Scores of the embedded model: exact match on held-out tasks and agreement of its MTP layer.
+
+    python -m glowplug.models.embedded.evaluate [--model DIR] [--count 500]
+
+scores a checkpoint folder through the engine; the functions below score the training network, without a KV cache.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from glowplug.models.embedded import tokenizer
+from glowplug.models.embedded.data import HELD_OUT, read_pairs
+from glowplug.models.embedded.network import Network
+from glowplug.models.embedded.tasks import Task, held_out_tasks, is_correct, make_task, score
+
+SAMPLES = (
+    "What is the capital of France?", "Who are you?", "What is 123 + 456?", "What is a dog?", "Define happy.",
+    "What is the opposite of hot?", "Sort these numbers: 9, 4, 27, 1", "What does textwrap.fill do in Python?",
+    "Why is the sky blue?", "Tell me something about cats.",
+)  # fmt: skip
+MOST_NEW = 160
+MOST_NEW_PLAIN = 48
+
+
+@torch.no_grad()
+def greedy(model: Network, prompts: Sequence[list[int]], most: int) -> list[list[int]]:
+    """Greedy continuations of all prompts in one right-padded batch, recomputed in full at every step."""
+    device = model.frequencies.device
+    lengths = torch.tensor([len(p) for p in prompts], device=device)
+    width = (max(map(len, prompts)) + most + 63) // 64 * 64
+    ids = torch.full((len(prompts), width), tokenizer.PAD_ID, device=device)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = torch.tensor(prompt, device=device)
+    rows = torch.arange(len(prompts), device=device)
+    ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    for _ in range(most):
+        hidden, _ = _hidden(model, ids[:, : int(lengths.max())])
+        chosen = model.lm_head(hidden[rows, lengths - 1]).float().argmax(-1)
+        ids[rows, lengths] = torch.where(ended, tokenizer.PAD_ID, chosen)
+        lengths += (~ended).long()
+        ended |= chosen == tokenizer.EOS_ID
+        if bool(ended.all()):
+            break
+    return [ids[row, len(p) : int(lengths[row])].tolist() for row, p in enumerate(prompts)]
+
+
+def _hidden(model: Network, ids: Tensor) -> tuple[Tensor, Tensor]:
+    device = ids.device.type
+    was_training = model.training
+    model.eval()
+    with torch.no_grad(), torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"), _eager():
+        hidden, ahead = model(ids, torch.zeros_like(ids))
+    model.train(was_training)
+    return hidden.float(), ahead.float()
+
+
+def _eager() -> torch.compiler.set_stance:  # lengths change at every step: compiling would not pay
+    return torch.compiler.set_stance("force_eager")
+
+
+def complete(model: Network, folder: Path, tasks: Sequence[Task]) -> list[str]:
+    """The network's greedy answers to tasks; `folder` holds the tokenizer."""
+    coder = tokenizer.load(folder)
+    texts = [""] * len(tasks)
+    for think, most in ((False, MOST_NEW_PLAIN), (True, MOST_NEW)):
+        places = [place for place, task in enumerate(tasks) if task.think == think]
+        prompts = [tokenizer.prompt_text((), tasks[place].prompt, think=think) for place in places]
+        encoded = [coder.encode(prompt, add_special_tokens=False).ids for prompt in prompts]
+        for place, ids in zip(places, greedy(model, encoded, most) if encoded else (), strict=True):
+            texts[place] = coder.decode(ids)
+    return texts
+
+
+def task_scores(model: Network, folder: Path, count: int) -> dict[str, float]:
+    """Percent exact match on the first `count` held-out tasks."""
+    tasks = held_out_tasks(count)
+    return score(tasks, complete(model, folder, tasks))
+
+
+def answer(model: Network, folder: Path, question: str, *, think: bool = False) -> str:
+    """The network's greedy answer to one question."""
+    return complete(model, folder, [Task("chat", "", question, "", "", think)])[0]
+
+
+def held_out_chats(folder: Path, count: int = 400, seed: int = 7) -> list[str]:
+    """Whole held-out conversations as text: half tasks, half question-answer pairs."""
+    import random
+
+    rng = random.Random(seed)
+    tasks = [make_task(rng, test=True) for _ in range(count // 2)]
+    chats = [tokenizer.prompt_text((), t.prompt, think=t.think) + t.completion for t in tasks]
+    pairs = read_pairs(folder / HELD_OUT)
+    chosen = rng.sample(pairs, min(count - len(chats), len(pairs)))
+    return [*chats, *(tokenizer.prompt_text((), rng.choice(p.asks)) + p.answer for p in chosen)]
+
+
+@torch.no_grad()
+def agreement(model: Network, folder: Path, count: int = 400) -> dict[str, float]:
+    """Percent of positions of held-out chats at which the MTP layer's best id is the main model's.
+
+    From h(i) and the true id i+1 the MTP layer names id i+2; the main model names it from h(i+1).
+    """
+    coder = tokenizer.load(folder)
+    same: dict[str, list[Tensor]] = {"all": [], "answers": []}
+    for text in held_out_chats(folder, count):
+        ids = coder.encode(text + tokenizer.EOS, add_special_tokens=False).ids
+        row = torch.tensor([ids], device=model.frequencies.device)
+        hidden, ahead = _hidden(model, row)
+        main = F.linear(hidden, model.lm_head.weight.float())[0, 1:-1].argmax(-1)
+        draft = F.linear(ahead, model.lm_head.weight.float())[0, :-2].argmax(-1)
+        mask = torch.tensor(tokenizer.answer_mask(ids)[2:], device=row.device)
+        same["all"].append(main == draft)
+        same["answers"].append((main == draft)[mask])
+    return {name: 100.0 * float(torch.cat(marks).float().mean()) for name, marks in same.items()}
+
+
+def main() -> None:
+    """Score a checkpoint through the engine."""
+    from glowplug import LLM, SamplingParams  # NOTE: the one import of an entry point, only to run as a script
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="embedded")
+    parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--show", type=int, default=10, help="wrong answers to print")
+    options = parser.parse_args()
+    tasks = held_out_tasks(options.count)
+    prompts = [tokenizer.prompt_text((), task.prompt, think=task.think) for task in tasks]
+    engine = LLM(model=options.model)
+    ids = [engine.tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
+    outputs = engine.generate(ids, SamplingParams(temperature=0.0, max_tokens=MOST_NEW))
+    engine.close()
+    texts = [output.text for output in outputs]
+    print(json.dumps({name: round(value, 2) for name, value in score(tasks, texts).items()}))
+    wrong = [(t.prompt, t.answer, text) for t, text in zip(tasks, texts, strict=True) if not is_correct(t, text)]
+    for line in wrong[: options.show]:
+        print(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Short questions and answers written by SmolLM2-135M-Instruct (Apache-2.0) through glowplug's own Llama path.
+
+    python -m glowplug.models.embedded.smollm_text --model SmolLM2-135M-Instruct.Q4_1.gguf --wordnet DIR --out FILE
+
+needs the glowplug-gguf package of tests/thirdparty. This script composes the engine as a user does, so it imports the
+offline entry point (inside `main`): the one exception to this package's import rule, with evaluate.py.
+"""
+
+import argparse
+import json
+import random
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from glowplug.models.embedded.wordnet import WordNet
+from glowplug.models.embedded.words import NOUNS
+
+NOUN_ASKS = (
+    "Tell me something about {x}.", "What is {x} used for?", "Why is {x} important?", "Describe {x}.",
+    "What do people do with {x}?", "Where can you find {x}?", "Write a sentence about {x}.", "What do you know about {x}?",
+)  # fmt: skip
+VERB_ASKS = ("Why do people {x}?", "How do you {x}?", "What does it take to {x}?", "When do people {x}?")
+SYSTEM = "You are a helpful assistant. Answer in one short, simple sentence."
+LONGEST = 160
+CHATTY = r"\b(I|I'm|I am|my|me|we|you're|AI|digital|Python|Awesome|Sure|Here)\b|\d\."
+
+
+def questions(wordnet: WordNet, seed: int = 3) -> Iterator[str]:
+    """Questions about frequent nouns and verbs, in random order, without end."""
+    rng = random.Random(seed)
+    nouns = list(NOUNS) + [word for _, word, synset in wordnet.common[:6000] if synset.part == "noun"][:1200]
+    verbs = [word for _, word, synset in wordnet.common[:3000] if synset.part == "verb"][:300]
+    while True:
+        asks, words = (NOUN_ASKS, nouns) if rng.random() < 0.85 else (VERB_ASKS, verbs)
+        yield rng.choice(asks).format(x=rng.choice(words))
+
+
+def first_sentences(text: str) -> str | None:
+    """The answer cut after its last whole sentence within `LONGEST` characters; None if there is none that is plain."""
+    text = re.sub(r"\s+", " ", text).strip()
+    ends = [match.end() for match in re.finditer(r"[.!?](?=\s|$)", text) if match.end() <= LONGEST]
+    if not ends or not text.isascii() or re.search(r"[*#\[\]{}<>|]|As an AI|\bI'm sorry\b", text):
+        return None
+    return text[: ends[-1]]
+
+
+def keeps(question: str, answer: str) -> bool:
+    """Whether the answer names what was asked about and speaks of nothing else than it."""
+    word = question.rstrip(".?").split()[-1] if " used for" not in question else question.split()[2]
+    word = question.split()[2] if question.endswith("important?") else word
+    return word[:4].lower() in answer.lower() and re.search(CHATTY, answer) is None
+
+
+def main() -> None:
+    from glowplug import LLM, SamplingParams
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--plugin", action="append", default=[], help="plugin module to load, if not installed")
+    parser.add_argument("--wordnet", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=3.0)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=0, help="stop after this many batches")
+    options = parser.parse_args()
+    engine = LLM(model=options.model, plugins=options.plugin, context_length=1024,
+                 scheduler={"max_running_requests": options.batch})  # fmt: skip
+    asks = questions(WordNet(options.wordnet))
+    ends, rounds, kept, seen = time.monotonic() + options.minutes * 60, 0, 0, set()
+    with options.out.open("w", encoding="utf-8") as file:
+        while time.monotonic() < ends and rounds != (options.rounds or -1):
+            batch = [next(asks) for _ in range(options.batch)]
+            chats = [[{"role": "system", "content": SYSTEM}, {"role": "user", "content": ask}] for ask in batch]
+            params = SamplingParams(temperature=0.6, top_p=0.9, max_tokens=48, seed=rounds)
+            for ask, output in zip(batch, engine.chat(chats, params), strict=True):
+                answer = first_sentences(output.text)
+                if answer and keeps(ask, answer) and (ask, answer) not in seen:
+                    seen.add((ask, answer))
+                    file.write(json.dumps({"question": ask, "answer": answer}) + "\n")
+                    kept += 1
+            rounds += 1
+            file.flush()
+            print(f"round {rounds}: {kept} kept", flush=True)
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

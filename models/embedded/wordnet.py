@@ -1,0 +1,114 @@
+"""WordNet 3.0's database files: glosses as prose, and short questions and answers about common words.
+
+Source: Debian's `wordnet-base` (files data.* and index.* and cntlist.rev), WordNet 3.0 licence.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PARTS = {"noun": "n", "verb": "v", "adj": "a", "adv": "r"}
+SPOKEN = {"noun": "noun", "verb": "verb", "adj": "adjective", "adv": "adverb"}
+CODES = {"1": "noun", "2": "verb", "3": "adj", "4": "adv", "5": "adj"}
+COUNTED = {"1", "2", "3", "4", "5"}
+HYPERNYM, ANTONYM = "@", "!"
+
+
+@dataclass(frozen=True, slots=True)
+class Synset:
+    """One meaning: its words, its definition, its examples, and the offsets it points to by relation."""
+
+    part: str
+    words: tuple[str, ...]
+    definition: str
+    examples: tuple[str, ...]
+    points: tuple[tuple[str, str], ...]
+
+    @property
+    def prose(self) -> str:
+        """A dictionary entry of one or two lines."""
+        quoted = "".join(f' For example: "{example}".' for example in self.examples)
+        return f"{', '.join(self.words)} ({SPOKEN[self.part]}): {self.definition}.{quoted}"
+
+
+def _parse(part: str, line: str) -> tuple[str, Synset]:
+    head, _, gloss = line.partition(" | ")
+    fields = head.split()
+    count = int(fields[3], 16)
+    words = tuple(re.sub(r"\(.*\)$", "", word).replace("_", " ") for word in fields[4 : 4 + 2 * count : 2])
+    rest = fields[4 + 2 * count :]
+    points = tuple((rest[1 + 4 * i], rest[2 + 4 * i]) for i in range(int(rest[0])))
+    examples = tuple(example.strip() for example in re.findall(r'"([^"]+)"', gloss))
+    definition = re.sub(r'[;,]?\s*"[^"]*"', "", gloss).strip().rstrip(";:. ")
+    return fields[0], Synset(part, words, definition, examples, points)
+
+
+class WordNet:
+    """The whole database, keyed by (part, offset)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.synsets: dict[tuple[str, str], Synset] = {}
+        for part in PARTS:
+            for line in (folder / f"data.{part}").read_text(encoding="latin-1").splitlines():
+                if not line.startswith(" "):
+                    offset, synset = _parse(part, line)
+                    self.synsets[part, offset] = synset
+        self.common = self._common(folder)
+
+    def _common(self, folder: Path) -> list[tuple[int, str, Synset]]:
+        """(tag count, word, first meaning) of every one-word lemma seen in tagged text, most frequent first."""
+        counts: dict[tuple[str, str], int] = {}
+        for line in (folder / "cntlist.rev").read_text(encoding="latin-1").splitlines():
+            key, _, count = line.split()
+            lemma, _, sense = key.partition("%")
+            if sense[0] in COUNTED:
+                name = (CODES[sense[0]], lemma)
+                counts[name] = counts.get(name, 0) + int(count)
+        found = []
+        for part in PARTS:
+            for line in (folder / f"index.{part}").read_text(encoding="latin-1").splitlines():
+                fields = line.split()
+                if line.startswith(" ") or not re.fullmatch(r"[a-z]{2,}", fields[0]):
+                    continue
+                pointers = int(fields[3])
+                count = counts.get((part, fields[0]), 0)
+                found.append((count, fields[0], self.synsets[part, fields[6 + pointers]]))
+        return sorted(found, key=lambda item: (-item[0], item[1]))
+
+    def prose(self) -> Iterator[str]:
+        """Every synset as a dictionary entry."""
+        return (synset.prose for synset in self.synsets.values())
+
+    def hypernym(self, synset: Synset) -> str | None:
+        """The first word of the nearest more general meaning."""
+        for relation, offset in synset.points:
+            if relation == HYPERNYM and (synset.part, offset) in self.synsets:
+                return self.synsets[synset.part, offset].words[0]
+        return None
+
+    def questions(self, most: int) -> Iterator[tuple[list[str], str]]:
+        """(ways to ask, answer) about the `most` frequent words; the meaning is the word's most frequent one."""
+        asked: set[str] = set()
+        for _, word, synset in self.common[: most * 2]:
+            if word in asked or len(asked) >= most or len(synset.definition) > 150:
+                continue
+            asked.add(word)
+            yield from self._about(word, synset)
+
+    def _about(self, word: str, synset: Synset) -> Iterator[tuple[list[str], str]]:
+        article = "An" if word[0] in "aeiou" else "A"
+        asks = [f"Define {word}.", f"What does {word} mean?", f"What is the meaning of {word}?",
+                f"Give me a definition of {word}.", f"What does the word {word} mean?"]  # fmt: skip
+        if synset.part == "noun":
+            asks += [f"What is {article.lower()} {word}?", f"What is {word}?", f"Tell me what {word} means."]
+            general = self.hypernym(synset)
+            if general:
+                answer = f"{article} {word} is a kind of {general}."
+                yield [f"What kind of thing is {article.lower()} {word}?"], answer
+        yield asks, f"{word.capitalize()} ({SPOKEN[synset.part]}): {synset.definition}."
+        others = [other for other in synset.words if other.lower() != word]
+        if others:
+            answer = f"A synonym of {word} is {others[0]}."
+            yield [f"What is a synonym of {word}?", f"Give me a synonym of {word}.",
+                   f"Another word for {word}?"], answer  # fmt: skip
