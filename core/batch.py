@@ -35,6 +35,7 @@ class Batch:
     joined: list[Sequence] = field(default_factory=list)  #: entered a row since the last batch
     left: list[int] = field(default_factory=list)  #: rows given up since the last batch
     prompt_logprobs: NDArray[np.bool_] | None = None  #: [B] log-probabilities of the chunk's own tokens are wanted
+    agreed: StepShape | None = None  #: set by the engine: what ``ParallelStrategy.agree`` said for this step
     # ---- set by the runner ------------------------------------------------------------------------------------------
     input_ids: Any = None  #: torch int64 [T]
     positions: Any = None  #: torch int64 [T]
@@ -110,8 +111,23 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StepShape:
-    """What ranks agree on before a step: mode, rows, tokens and largest width of any rank."""
+    """What ranks agree on before a step: the mode, and the most rows and tokens of any rank."""
 
     mode: Mode
     rows: int
     tokens: int
+
+
+NO_WORK = StepShape(Mode.IDLE, 0, 0)
+
+
+def shape_of(batch: Batch | None) -> StepShape:
+    """A rank's own part in the agreement."""
+    return NO_WORK if batch is None else StepShape(batch.mode, batch.num_rows, batch.num_tokens)
+
+
+def idle_batch(step: int = 0) -> Batch:
+    """No row, no token: what a rank without work runs so that the others' collectives find it."""
+    none = np.zeros(0, np.int32)
+    return Batch(step=step, mode=Mode.IDLE, rows=none, epochs=np.zeros(0, np.int64), num_decodes=0, query_lens=none,
+                 kv_lens=none, samples=np.zeros(0, np.bool_), prompt_ids=none, pages=np.zeros((0, 1), np.int32))

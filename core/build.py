@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from glowplug.core.facts import ModelFacts
-from glowplug.core.protocols import AttentionBackend, Collectives, Ops, ParallelStrategy, QuantizationScheme, Worker
+from glowplug.core.parallel_stack import ParallelStack
+from glowplug.core.protocols import AttentionBackend, Collectives, Ops, QuantizationScheme, Worker
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +20,7 @@ class BuildContext:
         dtype: activation and unquantized weight dtype.
         context: longest sequence (rope tables).
         scheme: the chosen quantization scheme; ``plain`` is used for modules it does not cover.
-        parallel: strategies in order; layers ask each for its shard.
+        parallel: the strategies in order, as one; layers ask it for their shards.
         attention: the backend every attention layer calls.
         first_layer: KV-pool number of this model's first layer (a draft model's layers follow the target's).
     """
@@ -30,7 +31,7 @@ class BuildContext:
     context: int
     scheme: QuantizationScheme
     plain: QuantizationScheme
-    parallel: ParallelStrategy
+    parallel: ParallelStack
     collectives: Collectives
     attention: AttentionBackend
     ops: Ops

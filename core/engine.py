@@ -3,19 +3,39 @@
 With ``overlap`` the next step is launched before the last one is read: the sampled ids stay on the device and feed the
 next step, and a sequence that turns out to have ended costs one surplus token, which commit drops. Without it each
 step is committed at once. Both give the same tokens.
+
+Every rank runs this loop on the same messages and the same time, which rank 0 hands round at the start of a turn.
 """
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence as Seq
 from typing import Any
 
 import numpy as np
 
+from glowplug.core.batch import Batch, idle_batch, shape_of
 from glowplug.core.errors import RequestError
-from glowplug.core.messages import Abort, Control, Finished, Inbound, Outbound, Reply, Stats, StepOutput, Submit
-from glowplug.core.observe import StepTimer
-from glowplug.core.protocols import Collectives, ParallelStrategy, Scheduler
+from glowplug.core.messages import (
+    Abort,
+    Control,
+    Finished,
+    Inbound,
+    Outbound,
+    Reply,
+    Stats,
+    StepOutput,
+    Submit,
+    Turn,
+    decode_inbound,
+    decode_turn,
+    encode_turn,
+)
+from glowplug.core.observe import StepObserver, StepTimer
+from glowplug.core.offers import Mode
+from glowplug.core.parallel_stack import ParallelStack
+from glowplug.core.protocols import Collectives, Scheduler
 from glowplug.core.request import Sequence
 from glowplug.core.runner import InFlight, Runner
 
@@ -24,18 +44,33 @@ STATS_EVERY = 0.1  #: seconds between statistics while busy; they also follow ev
 ControlHandler = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-class Engine:
-    """One rank's engine. Not thread-safe: one thread calls ``receive`` and ``step``.
+class RankClock:
+    """Rank 0's time at the start of the loop's turn, in seconds. Deadlines read it, so that ranks decide alike."""
 
-    ``controls`` maps a Control's action to its handler; ``observers`` are called after each committed step.
+    def __init__(self) -> None:
+        self.now = time.monotonic()
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Engine:
+    """One rank's engine. Not thread-safe: one thread calls ``turn``.
+
+    Args:
+        leads: this is rank 0, whose front's messages all ranks work on, and whose outputs count.
+        observers: called after each committed step.
+        controls: handlers by a Control's action.
+        closing: called in order by ``close``.
     """
 
-    def __init__(self, *, scheduler: Scheduler, runner: Runner, parallel: ParallelStrategy, collectives: Collectives,
-                 overlap: bool, observers: Seq[Any] = (), controls: dict[str, ControlHandler] | None = None) -> None:
+    def __init__(self, *, scheduler: Scheduler, runner: Runner, parallel: ParallelStack, collectives: Collectives,
+                 overlap: bool, clock: RankClock, leads: bool = True, observers: Seq[StepObserver] = (),
+                 controls: dict[str, ControlHandler] | None = None, closing: Seq[Callable[[], None]] = ()) -> None:
         self.scheduler, self.runner = scheduler, runner
         self.parallel, self.collectives = parallel, collectives
-        self.overlap = overlap
-        self.observers = tuple(observers)
+        self.overlap, self.clock, self.leads = overlap, clock, leads
+        self.observers, self._closing = tuple(observers), list(closing)
         self.controls = {"flush": self._flush, **(controls or {})}
         self._inflight: InFlight | None = None
         self._stats_due = 0.0
@@ -49,6 +84,31 @@ class Engine:
             return False
         load = self.scheduler.load()
         return load.running == 0 and load.waiting == 0
+
+    def turn(self, frames: Seq[bytes] = (), stop: bool = False) -> list[Outbound] | None:
+        """One turn of the loop: take in, step, hand out. None: the front has gone, and every rank ends.
+
+        ``frames`` and ``stop`` are what rank 0 heard from the front; other ranks leave them out and wait for rank 0.
+        """
+        own = encode_turn(Turn(time.monotonic(), list(frames), stop)) if self.leads else None
+        turn = decode_turn(self.collectives.broadcast_bytes(own))
+        if turn.stop:
+            return None
+        self.clock.now = turn.now
+        found: list[Outbound] = []
+        for frame in turn.frames:
+            found.extend(self.receive(decode_inbound(frame)))
+        found.extend(self.step())
+        return found
+
+    def close(self) -> None:
+        """The rank ends: plugins hear of it, graphs and collectives go. Idempotent; one failure stops no other."""
+        closing, self._closing = self._closing, []
+        for end in closing:
+            try:
+                end()
+            except Exception:
+                logging.getLogger("glowplug").exception("while the engine was closed")
 
     # ---- in ---------------------------------------------------------------------------------------------------------
 
@@ -71,7 +131,7 @@ class Engine:
     def _submit(self, message: Submit) -> StepOutput | None:
         sequence = Sequence(
             id=message.id, prompt=np.asarray(message.prompt, np.int32), params=message.params,
-            priority=message.priority, salt=message.salt, arrival=time.monotonic(),
+            priority=message.priority, salt=message.salt, arrival=self.clock(),
             stop_ids=frozenset(message.stop_ids), timeout=message.timeout, queue_timeout=message.queue_timeout,
         )
         try:
@@ -98,7 +158,7 @@ class Engine:
 
     def step(self) -> list[Outbound]:
         """Launch at most one batch and commit at most one; returns what was committed."""
-        batch = self.scheduler.next_batch()
+        batch = self._agreed(self.scheduler.next_batch())
         launched = None
         if batch is not None:
             self._timer.launch()
@@ -116,9 +176,20 @@ class Engine:
         self._attach_stats(outputs)
         return outputs
 
+    def _agreed(self, batch: Batch | None) -> Batch | None:
+        """Ranks that may differ agree on the step; one without work joins it with an idle batch."""
+        shape = self.parallel.agree(shape_of(batch))
+        if batch is None and shape.mode is not Mode.IDLE:
+            batch = idle_batch()
+        if batch is not None:
+            batch.agreed = shape
+        return batch
+
     def _commit(self, inflight: InFlight) -> StepOutput:
         result = inflight.wait()
         self._timer.done()
+        if inflight.batch.mode is Mode.IDLE:
+            return StepOutput()
         output = self.scheduler.commit(inflight.batch, result)
         for observer in self.observers:
             observer.step(inflight.batch, output)

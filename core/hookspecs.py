@@ -132,7 +132,7 @@ def check_plan(context: CheckContext) -> list[Refusal]:  # type: ignore[empty-bo
 
 @hookspec
 def plan_ready(plan: EnginePlan) -> None:
-    """The plan is frozen. For reporting; it can no longer be changed."""
+    """The plan is frozen and about to start, in the process that plans. For reporting; it can no longer be changed."""
 
 
 # ---- workers ------------------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def worker_started(worker: Any, plan: EnginePlan) -> None:
 
 @hookspec
 def worker_stopping(worker: Any) -> None:
-    """A rank is about to end."""
+    """A rank is about to end and serves no more; its graphs and collectives are still there. Not called when it is killed."""
 
 
 @hookspec

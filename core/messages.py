@@ -149,14 +149,34 @@ class Failed(msgspec.Struct, tag="f", array_like=True):
 
 Outbound = StepOutput | Reply | Progress | Failed
 
+
+class Turn(msgspec.Struct, array_like=True):
+    """What every rank takes in before a step, from rank 0: its time in seconds and the front's frames, in order.
+
+    ``stop``: the front has gone; every rank leaves its loop.
+    """
+
+    now: float
+    frames: list[bytes] = []
+    stop: bool = False
+
 _encoder = msgspec.msgpack.Encoder()
 _inbound = msgspec.msgpack.Decoder(list[Inbound])
 _outbound = msgspec.msgpack.Decoder(list[Outbound])
+_turn = msgspec.msgpack.Decoder(Turn)
 
 
 def encode(messages: list[Any]) -> bytes:
     """A list of messages as one msgpack frame."""
     return _encoder.encode(messages)
+
+
+def encode_turn(turn: Turn) -> bytes:
+    return _encoder.encode(turn)
+
+
+def decode_turn(data: bytes) -> Turn:
+    return _turn.decode(data)
 
 
 def decode_inbound(data: bytes) -> list[Inbound]:

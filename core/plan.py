@@ -56,6 +56,7 @@ class Sizes:
     num_pages: int  #: pages of the KV pool, the scratch page 0 included
     kv_bytes: int  #: bytes of the KV pool on each rank
     width: int = 1  #: tokens a decoding row computes a step (1 + drafted)
+    draft_layers: int = 0  #: layers of the KV pool behind the model's own, for a draft model
 
 
 @dataclass(frozen=True)

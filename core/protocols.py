@@ -6,6 +6,7 @@ V vocabulary. Importing this module imports torch only for type checking.
 """
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -41,6 +42,8 @@ class Worker:
     device: str = "cpu"
     dtype: Any = None
     coordinates: Mapping[str, int] = field(default_factory=dict)  #: mesh axis -> this rank's index
+    clock: Callable[[], float] = time.monotonic  #: seconds; in the loop the same on every rank (``RankClock``)
+    rendezvous: str = ""  #: where ranks meet (``init_method`` of torch.distributed); "" for one rank
 
 
 @dataclass(frozen=True)
@@ -253,6 +256,7 @@ class Shard:
     """A rank's part of a dimension: elements ``start`` to ``start + size`` of ``full``.
 
     ``reduce``: the layer's output is a partial sum that must be all-reduced. ``gather``: it is a slice to be gathered.
+    ``axis``: the mesh axis to do either over.
     """
 
     start: int
@@ -260,6 +264,7 @@ class Shard:
     full: int
     reduce: bool = False
     gather: bool = False
+    axis: str = "tp"
 
 
 class ExpertExchange(Protocol):
@@ -271,10 +276,14 @@ class ExpertExchange(Protocol):
 
 
 class ParallelStrategy(Protocol):
-    def axes(self) -> Mapping[str, int]: ...
+    """One way to share the work among ranks. Several are composed by ``core/parallel_stack.py``."""
 
-    def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard:
-        """This rank's part of dimension ``full`` of layer ``name``.
+    def axes(self) -> Mapping[str, int]:
+        """Mesh axes it defines, with their sizes; {} for one rank."""
+        ...
+
+    def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard | None:
+        """This rank's part of dimension ``full`` of layer ``name``; None: what the strategies before this one say.
 
         ``role``: "column" (outputs), "row" (inputs), "vocab", "heads", "experts", "expert_width", "replicated".
         ``block``: the dimension splits only at multiples of it (128 for block FP8).
@@ -282,7 +291,7 @@ class ParallelStrategy(Protocol):
         ...
 
     def agree(self, local: StepShape) -> StepShape:
-        """The one host collective a step; identity unless ranks may differ."""
+        """The one host collective a step; identity unless ranks may differ. A rank without work says IDLE."""
         ...
 
     def enter_attention(self, x: Tensor, batch: Batch) -> Tensor:
@@ -373,7 +382,13 @@ class SpeculativeAlgorithm(Protocol):
         """logits [N, V] at ``batch.logits_index``, hidden [T, hidden]. Remembers what the next ``draft`` needs."""
         ...
 
-    def draft_model(self) -> Model | None: ...
+    def draft_model(self, context: BuildContext, family: ModelFamily, target: Model) -> Model | None:
+        """The draft model with empty weights, or None. Called once, before ``reserve``; the engine loads it.
+
+        ``context`` is the target's, with ``first_layer`` the KV-pool number of the first layer behind the target's.
+        The draft runs inside ``accept``, which sees every step's hidden states, prompts' included.
+        """
+        ...
 
 
 # ---- scheduling ---------------------------------------------------------------------------------------------------
@@ -532,6 +547,14 @@ class Model(Protocol):
 class ModelFamily(Protocol):
     def build(self, context: BuildContext) -> Model:
         """The model with empty weights. No collective, no file access."""
+        ...
+
+    def build_nextn(self, context: BuildContext, target: Model, number: int = 0) -> Model:
+        """Next-token layer ``number`` as a model of its own (``ModelOffers.nextn``); ``target`` is what ``build`` made.
+
+        It shares what its checkpoint lacks (embedding, head) with ``target``. ``context.first_layer`` is the KV-pool
+        number of the first next-token layer.
+        """
         ...
 
 

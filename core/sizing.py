@@ -54,7 +54,7 @@ def size(draft: Draft) -> tuple[Sizes, tuple[BudgetLine, ...]] | None:
     kv = BudgetLine("kv cache", pages * page * token, f"{pages} pages of {page} tokens, {token} bytes a token")
     sizes = Sizes(context_length=context, max_running=rows, max_queued=draft.config.scheduler.max_queued_requests,
                   max_step_tokens=step_tokens, chunk_size=chunk, page_size=page, num_pages=pages, kv_bytes=kv.bytes,
-                  width=draft.values["width"])
+                  width=draft.values["width"], draft_layers=draft_layers(draft))
     return sizes, (*fixed, kv)
 
 
@@ -94,7 +94,7 @@ def _given_or(draft: Draft, path: str, given: int | None, otherwise: int, why: s
 
 def _weights(draft: Draft) -> list[BudgetLine]:
     """Bytes of the weights on each rank, the next-token layers apart."""
-    scheme, speculative = draft.first("quantization"), draft.first("speculative")
+    scheme = draft.first("quantization")
     assert scheme is not None and isinstance(scheme.offers, QuantizationOffers)
     keeps = draft.values["device"] not in scheme.offers.dequantizes
     compute = DTYPE_BYTES[draft.values["dtype"]]
@@ -103,11 +103,9 @@ def _weights(draft: Draft) -> list[BudgetLine]:
         model = draft.facts.model
         elements, how = {(model.dtype, False): count_parameters(model)}, "arithmetic from config.json"
     lines = []
-    drafting = speculative is not None and isinstance(speculative.offers, SpeculativeOffers) \
-        and speculative.offers.nextn_layer
     for name, beyond in (("weights", False), ("draft weights", True)):
         total = sum(count * _stored(dtype, compute, keeps) for (dtype, of), count in elements.items() if of == beyond)
-        if total and (drafting or not beyond):
+        if total and (draft_layers(draft) or not beyond):
             ranks = draft.values["ranks"]
             lines.append(BudgetLine(name, -(-total // ranks), how if ranks == 1 else f"{how}, over {ranks} ranks"))
     return lines
@@ -171,12 +169,18 @@ def _too_big(draft: Draft, fixed: list[BudgetLine], room: Room) -> Refusal:
                    f"has {room.shown}", fix)
 
 
+def draft_layers(draft: Draft) -> int:
+    """Layers of the draft model that keep a cache of their own."""
+    speculative = draft.first("speculative")
+    drafting = speculative is not None and isinstance(speculative.offers, SpeculativeOffers) \
+        and speculative.offers.nextn_layer
+    return draft.facts.model.nextn_layers if drafting else 0
+
+
 def kv_token_bytes(draft: Draft) -> int:
     """Bytes of KV cache one token takes on a rank, over all layers."""
-    model, speculative = draft.facts.model, draft.first("speculative")
-    layers = model.num_layers
-    if speculative is not None and isinstance(speculative.offers, SpeculativeOffers) and speculative.offers.nextn_layer:
-        layers += model.nextn_layers
+    model = draft.facts.model
+    layers = model.num_layers + draft_layers(draft)
     element = DTYPE_BYTES[draft.values["kv_dtype"]]
     if model.kind == "mla":  # the latent is the same for every head, so every rank holds all of it
         return layers * (model.kv_lora_rank + model.qk_rope_head_dim) * element

@@ -6,23 +6,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from glowplug.core.build import BuildContext
-from glowplug.core.engine import ControlHandler, Engine
+from glowplug.core.engine import ControlHandler, Engine, RankClock
 from glowplug.core.errors import GlowplugError
 from glowplug.core.facts import ModelFacts
 from glowplug.core.loading import load_model
 from glowplug.core.memory.allocator import PageAllocator
 from glowplug.core.memory.measure import MemoryMeter
 from glowplug.core.memory.pool import KVPool
+from glowplug.core.mesh import coordinates
 from glowplug.core.offers import QuantizationOffers
+from glowplug.core.parallel_stack import ParallelStack
 from glowplug.core.plan import Choice, EnginePlan
 from glowplug.core.plugins import PluginSet
 from glowplug.core.profiling import Profiler
-from glowplug.core.protocols import Limits, QuantizationScheme, Scheduler, Worker
+from glowplug.core.protocols import Limits, Model, QuantizationScheme, Scheduler, Worker
 from glowplug.core.rows import SequenceTable
 from glowplug.core.runner import Runner
 from glowplug.core.warmup import warm_up
@@ -34,11 +37,12 @@ def build_context(plan: EnginePlan, plugins: PluginSet, worker: Worker, *, facts
                   context: int | None = None) -> BuildContext:
     """What the plan's model builds from: fresh components. ``facts`` and ``context`` replace the plan's."""
     made = {slot: plugins.build(plan.choice(slot), plan, worker)
-            for slot in ("quantization", "parallel", "collectives", "attention", "ops")}
+            for slot in ("quantization", "collectives", "attention", "ops")}
+    strategies = [plugins.build(choice, plan, worker) for choice in plan.choices_in("parallel")]
     return BuildContext(
         facts=facts or plan.facts.model, worker=worker, dtype=worker.dtype,
         context=context or plan.sizes.context_length, scheme=made["quantization"],
-        plain=_plain_scheme(plan, plugins, worker), parallel=made["parallel"], collectives=made["collectives"],
+        plain=_plain_scheme(plan, plugins, worker), parallel=ParallelStack(strategies), collectives=made["collectives"],
         attention=made["attention"], ops=made["ops"],
     )
 
@@ -58,7 +62,9 @@ class RankBuilder:
     """Makes the rank's objects in dependency order. One use; ``engine`` is the product."""
 
     def __init__(self, plan: EnginePlan, worker: Worker, plugins: PluginSet, report: Report) -> None:
-        self.plan, self.worker, self.plugins, self.report = plan, worker, plugins, report
+        self.clock = RankClock()
+        self.plan, self.plugins, self.report = plan, plugins, report
+        self.worker = replace(worker, clock=self.clock)
         self.seconds: dict[str, float] = {}
         self.meter = MemoryMeter(worker.device)
 
@@ -70,10 +76,12 @@ class RankBuilder:
         self.report("build", 0, 1)
         plan, sizes = self.plan, self.plan.sizes
         context = build_context(plan, self.plugins, self.worker)
-        attention, speculative = context.attention, self.component("speculative")
-        model = self.component("model").build(context)
+        attention, speculative, family = context.attention, self.component("speculative"), self.component("model")
+        model = family.build(context)
+        behind = replace(context, first_layer=plan.facts.model.num_layers)
+        draft = speculative.draft_model(behind, family, model)
         self._lap("build", started)
-        self._load(model)
+        self._load([model] if draft is None else [model, draft])
         table, pool = self._reserve(attention, speculative)
         sampler = self.component("sampling")
         limits = self._limits(pool)
@@ -87,19 +95,26 @@ class RankBuilder:
         scheduler.bind(table, pages, cache, self.component("policy"))
         self._warm_up(runner)
         return Engine(scheduler=scheduler, runner=runner, parallel=context.parallel, collectives=context.collectives,
-                      overlap=plan.overlap, observers=self._observers(), controls=self._controls(scheduler))
+                      overlap=plan.overlap, clock=self.clock, leads=self.worker.rank == 0,
+                      observers=self._observers(), controls=self._controls(scheduler),
+                      closing=[self._stopping, runner.graphs.close, context.collectives.close])
+
+    def _stopping(self) -> None:
+        self.plugins.call_each("worker_stopping", worker=self.worker)
 
     def _controls(self, scheduler: Scheduler) -> dict[str, ControlHandler]:
         profiler = Profiler(self.worker.rank, self.worker.device)
         return {"info": lambda args: self.info(), "check": lambda args: dict(scheduler.check()),
                 "profile_start": profiler.start, "profile_stop": profiler.stop}
 
-    def _load(self, model: Any) -> None:
+    def _load(self, models: list[Model]) -> None:
         started = time.perf_counter()
         source = self.component("weights")
         source.open(self.plan.facts.model)
         try:
-            load_model(model, source, self.plan.facts.model, lambda done, total: self.report("weights", done, total))
+            for model in models:
+                load_model(model, source, self.plan.facts.model,
+                           lambda done, total: self.report("weights", done, total))
         finally:
             source.close()
         self.meter.mark("weights")
@@ -132,8 +147,8 @@ class RankBuilder:
         self._lap("warmup", started)
 
     def _observers(self) -> list[Any]:
-        found = self.plugins.hook.step_observers(worker=self.worker, plan=self.plan)
-        return [observer for group in found for observer in group]
+        found = self.plugins.call_each("step_observers", worker=self.worker, plan=self.plan)
+        return [observer for _, group in found for observer in group or ()]
 
     def _lap(self, phase: str, started: float) -> None:
         self.seconds[phase] = time.perf_counter() - started
@@ -150,20 +165,23 @@ class RankBuilder:
                 "max_total_num_tokens": (sizes.num_pages - 1) * sizes.page_size}
 
 
-def make_worker(plan: EnginePlan, rank: int) -> Worker:
-    device = plan.device if plan.device == "cpu" else f"{plan.device}:{rank}"
-    return Worker(rank=rank, ranks=plan.ranks, device=device, dtype=getattr(torch, plan.dtype))
+def make_worker(plan: EnginePlan, rank: int, rendezvous: str = "") -> Worker:
+    """The rank's place: hosts hold neighbouring ranks, in equal numbers."""
+    local = rank % -(-plan.ranks // plan.facts.hardware.hosts)
+    device = plan.device if plan.device == "cpu" else f"{plan.device}:{local}"
+    return Worker(rank=rank, ranks=plan.ranks, device=device, dtype=getattr(torch, plan.dtype),
+                  coordinates=coordinates(rank, plan.mesh), rendezvous=rendezvous)
 
 
-def build_rank(plan: EnginePlan, rank: int, plugins: PluginSet, report: Report) -> Engine:
+def build_rank(plan: EnginePlan, rank: int, plugins: PluginSet, report: Report, rendezvous: str = "") -> Engine:
     """One rank, ready to serve. Raises what went wrong; the last reported phase says where."""
     if plugins.fingerprint != plan.fingerprint:
         raise GlowplugError(f"rank {rank} loaded other plugins than the plan was made with "
                             f"({plugins.fingerprint} against {plan.fingerprint})")
-    worker = make_worker(plan, rank)
+    worker = make_worker(plan, rank, rendezvous)
     torch.manual_seed(plan.seed)
     builder = RankBuilder(plan, worker, plugins, report)
     engine = builder.build()
-    plugins.hook.worker_started(worker=worker, plan=plan)
+    plugins.call_each("worker_started", worker=builder.worker, plan=plan)
     report("ready", 1, 1)
     return engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from glowplug.core.errors import Refusal, PlanRefused
+from glowplug.core.errors import PlanRefused, Refusal
 from glowplug.core.plan import EnginePlan
 from glowplug.core.plugins import PluginSet
 from glowplug.core.protocols import Executor, Worker
@@ -13,6 +13,7 @@ from glowplug.core.tokenizer import Tokenizer
 
 def start_executor(plan: EnginePlan, plugins: PluginSet) -> Executor:
     """The plan's executor, started: every rank is ready when this returns."""
+    plugins.call_each("plan_ready", plan=plan)
     executor: Executor = plugins.build(plan.choice("executor"), plan, Worker())
     try:
         executor.start(plan)
@@ -32,10 +33,8 @@ def open_tokenizer(plan: EnginePlan, plugins: PluginSet) -> Tokenizer | None:
         raise PlanRefused([Refusal(
             by="tokenizer", field="tokenizer", reason=f"no tokenizer was found at {path.name!r}",
             fix="put tokenizer.json beside the weights, set tokenizer = FOLDER, or skip_tokenizer = true")])
+    # NOTE: it may know more ids than the embedding has (padding ids); such ids are refused request by request.
     tokenizer: Tokenizer = found
-    if tokenizer.vocab_size > plan.facts.model.vocab_size:
-        # NOTE: ids past the embedding are refused request by request; a larger tokenizer alone is legal (padding ids).
-        pass
     return tokenizer
 
 

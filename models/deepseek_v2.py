@@ -30,13 +30,14 @@ class DeepseekFamily:
             context, lambda ctx, name, layer: deepseek_layer(ctx, config, name, layer, ctx.first_layer + layer), rope,
             config.eps, config.tied)
 
-    def build_nextn(self, context: BuildContext, target: DecoderModel, number: int = 0) -> Model:
+    def build_nextn(self, context: BuildContext, target: Model, number: int = 0) -> Model:
         """The checkpoint's NextN layer ``number`` as a model of its own, which shares what it lacks with ``target``.
 
         ``context.first_layer`` is the KV-pool number of the first NextN layer.
         """
         from glowplug.models.deepseek_nextn import DeepseekNextN
 
+        assert isinstance(target, DecoderModel), "the target is what build made"
         return DeepseekNextN(context, target, number)
 
 

@@ -9,7 +9,7 @@ from glowplug.core.layers.decoder import DecoderLayer, DecoderModel
 from glowplug.core.layers.mlp import Mlp
 from glowplug.core.layers.rope import Rope, RopeConfig
 from glowplug.core.plan import EnginePlan
-from glowplug.core.protocols import Worker
+from glowplug.core.protocols import Model, Worker
 
 
 class LlamaFamily:
@@ -23,6 +23,9 @@ class LlamaFamily:
         rope = Rope(context, RopeConfig.read(facts.config), facts.head_dim, interleaved=False)
         return DecoderModel(context, llama_layer, rope, facts.config.get("rms_norm_eps", 1e-6),
                             bool(facts.config.get("tie_word_embeddings")))
+
+    def build_nextn(self, context: BuildContext, target: Model, number: int = 0) -> Model:
+        raise NotImplementedError("Llama checkpoints have no next-token layer: its offers say so")
 
 
 def llama_layer(context: BuildContext, name: str, layer: int) -> DecoderLayer:

@@ -36,7 +36,7 @@ class Embedding(Module):
         local = ids - shard.start
         absent = (local < 0) | (local >= shard.size)
         rows = F.embedding(local.masked_fill(absent, 0), self.weight).masked_fill(absent.unsqueeze(1), 0)
-        return self._collectives.all_reduce(rows, "tp")
+        return self._collectives.all_reduce(rows, shard.axis)
 
 
 class LmHead(Module):

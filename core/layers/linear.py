@@ -55,6 +55,7 @@ class Linear(Module):
         self.methods = self._methods(list(zip(parts, shards, strict=True)), columns)
         self.input_format = agreed_format(self.methods)
         self._collectives = context.collectives if columns.reduce and reduce else None
+        self._axis = columns.axis
         if len(self.methods) == 1 and self._collectives is None:
             self.forward = self.methods[0].apply  # type: ignore[method-assign]
 
@@ -64,7 +65,7 @@ class Linear(Module):
             return Shard(0, full, full)
         block = self._context.scheme_for(name).block if unit == 1 else 1
         shard = self._context.parallel.shard(role, name, full // unit, block)
-        return Shard(shard.start * unit, shard.size * unit, full, shard.reduce, shard.gather)
+        return Shard(shard.start * unit, shard.size * unit, full, shard.reduce, shard.gather, shard.axis)
 
     def _methods(self, parts: list[tuple[Part, Shard]], columns: Shard) -> list[LinearMethod]:
         """One method for each run of parts with the same scheme, all with or all without bias; normally one."""
@@ -91,7 +92,7 @@ class Linear(Module):
     def forward(self, x: Tensor | Quantized) -> Tensor:
         parts = [method.apply(x) for method in self.methods]
         y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-        return y if self._collectives is None else self._collectives.all_reduce(y, "tp")
+        return y if self._collectives is None else self._collectives.all_reduce(y, self._axis)
 
     def dense(self) -> Tensor:
         """[sum(outputs), inputs] in the compute dtype. After ``finalize``."""

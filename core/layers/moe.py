@@ -69,7 +69,7 @@ class Experts(Module):
             prefix=name, count=held.size, first=held.start, hidden=sizes.hidden, inter=width.size,
             inter_start=width.start, inter_full=width.full, total=sizes.experts))
         self.input_format = self.method.input_format
-        self.reduce = held.reduce or width.reduce
+        self.reduce, self.axis = held.reduce or width.reduce, (held if held.reduce else width).axis
         self.forward = self.method.apply
 
     def own_targets(self) -> Iterator[WeightTarget]:
@@ -110,7 +110,7 @@ class Moe(Module):
             y = self._exchange.combine(self.experts.forward(*self._exchange.dispatch(x, ids, weights)))
         if shared is not None:
             y = y.add_(shared)
-        return y if self._collectives is None else self._collectives.all_reduce(y, "tp")
+        return y if self._collectives is None else self._collectives.all_reduce(y, self.experts.axis)
 
     def _local(self, ids: Tensor) -> Tensor:
         """Expert numbers of this rank's tensors; -1 where another rank holds the expert."""

@@ -20,6 +20,7 @@ from glowplug.core.facts import ModelFacts, TensorFact
 from glowplug.core.loading import load_model
 from glowplug.core.memory.pool import KVPool
 from glowplug.core.offers import Mode
+from glowplug.core.parallel_stack import ParallelStack
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import AttentionBackend, Limits, Model, WeightTarget, Worker
 from glowplug.core.testing.plans import bare_plan
@@ -77,7 +78,7 @@ def build_context(facts: ModelFacts, plan: EnginePlan | None = None, *, quantiza
     backend = attention or make(ATTENTION[facts.kind], "register_attention_backends", plan, worker)
     context = BuildContext(
         facts=facts, worker=worker, dtype=worker.dtype, context=plan.sizes.context_length, scheme=scheme, plain=plain,
-        parallel=make(f"{PLUGINS}.parallel.single", "register_parallel_strategies", plan, worker),
+        parallel=ParallelStack([make(f"{PLUGINS}.parallel.single", "register_parallel_strategies", plan, worker)]),
         collectives=make(f"{PLUGINS}.collectives.local", "register_collectives", plan, worker), attention=backend,
         ops=make(f"{PLUGINS}.ops.torch_ops", "register_ops", plan, worker))
     return replace(context, **changes)

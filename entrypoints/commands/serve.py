@@ -23,7 +23,6 @@ def run(args: argparse.Namespace) -> int:
     if args.facts:
         raise PlanRefused([Refusal("serve", "--facts", f"the plan is for {plan.facts.hardware.name}, not for this "
                                    "machine", "add --dry-run, or leave --facts out")], given.source)
-    given.plugins.hook.plan_ready(plan=plan)
     from glowplug.entrypoints.server.serve import main
 
     return main(plan, given.plugins)

@@ -97,9 +97,8 @@ class LongRow:
 
 
 def kv_layers(plan: EnginePlan) -> int:
-    """Layers that keep a cache: the model's, and its multi-token-prediction layers when the plan drafts."""
-    facts = plan.facts.model
-    return facts.num_layers + (facts.nextn_layers if plan.sizes.width > 1 else 0)
+    """Layers that keep a cache: the model's, and behind them the draft's."""
+    return plan.facts.model.num_layers + plan.sizes.draft_layers
 
 
 def store(pool: Tensor, slots: Tensor | None, value: Tensor) -> Tensor:

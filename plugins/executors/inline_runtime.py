@@ -7,7 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from glowplug.core.errors import EngineDead, GlowplugError
-from glowplug.core.messages import Outbound, Progress, decode_inbound, encode
+from glowplug.core.messages import Outbound, Progress, encode
 from glowplug.core.plan import EnginePlan
 from glowplug.core.plugins import load_plugins_for
 from glowplug.core.protocols import Worker
@@ -64,13 +64,15 @@ class InlineExecutor:
         if engine.idle and not self._inbox:
             self._wake.wait(timeout)
         self._wake.clear()
-        found: list[Outbound] = []
+        frames = []
         while self._inbox:
-            found.extend(engine.receive(decode_inbound(self._inbox.popleft())))
-        found.extend(engine.step())
+            frames.append(self._inbox.popleft())
+        found = engine.turn(frames)
         return encode(found) if found else None
 
     def stop(self) -> None:
-        self._engine = None
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
         self._dead = self._dead or "the engine was stopped"
         self._wake.set()

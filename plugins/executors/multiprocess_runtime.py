@@ -5,6 +5,7 @@ Every frame is raw bytes on a pipe (``Connection.send_bytes``); nothing that cro
 from __future__ import annotations
 
 import multiprocessing
+import tempfile
 import threading
 import time
 from multiprocessing.connection import Connection, wait
@@ -35,6 +36,7 @@ class MultiprocessExecutor:
         self._stopped = False
         self._dead: str | None = None
         self._sending = threading.Lock()
+        self._meeting: tempfile.TemporaryDirectory[str] | None = None  # where several ranks find one another
 
     @property
     def pids(self) -> list[int]:
@@ -43,10 +45,14 @@ class MultiprocessExecutor:
     def start(self, plan: EnginePlan) -> None:
         """Spawn and wait until every rank is ready. EngineDead names rank, phase and reason."""
         context = multiprocessing.get_context("spawn")
+        rendezvous = ""
+        if plan.ranks > 1:
+            self._meeting = tempfile.TemporaryDirectory(prefix="glowplug-")
+            rendezvous = f"file://{self._meeting.name}/ranks"
         for rank in range(plan.ranks):
             ours, theirs = context.Pipe()
             process = context.Process(target=rank_main, name=f"glowplug-rank-{rank}", daemon=True,
-                                      args=(theirs, plan.to_json(), rank, self.options.threads))
+                                      args=(theirs, plan.to_json(), rank, self.options.threads, rendezvous))
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -140,3 +146,5 @@ class MultiprocessExecutor:
             if process.is_alive():
                 process.kill()
                 process.join(GRACE)
+        if self._meeting is not None:
+            self._meeting.cleanup()

@@ -13,7 +13,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
-from glowplug.core.messages import Failed, Outbound, Progress, decode_inbound, encode
+from glowplug.core.messages import Failed, Outbound, Progress, encode
 from glowplug.core.plan import EnginePlan
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class RankPipe:
                     return
 
 
-def rank_main(pipe: Connection, plan_json: bytes, rank: int, threads: int | None) -> None:
+def rank_main(pipe: Connection, plan_json: bytes, rank: int, threads: int | None, rendezvous: str = "") -> None:
     """Entry of the spawned process. Ends when the parent closes the pipe or dies."""
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -62,8 +62,11 @@ def rank_main(pipe: Connection, plan_json: bytes, rank: int, threads: int | None
         plan = EnginePlan.from_json(plan_json)
         watchdog = float(plan.choice("executor").options.get("watchdog", 300.0))
         threading.Thread(target=link.beat_forever, args=(watchdog,), daemon=True).start()
-        engine = _build(plan, rank, threads, link)
-        _serve(engine, link)
+        engine = _build(plan, rank, threads, link, rendezvous)
+        try:
+            _serve(engine, link)
+        finally:
+            engine.close()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except Exception as error:
@@ -85,7 +88,7 @@ def _die_with_parent() -> None:
         raise SystemExit(1)
 
 
-def _build(plan: EnginePlan, rank: int, threads: int | None, link: RankPipe) -> Engine:
+def _build(plan: EnginePlan, rank: int, threads: int | None, link: RankPipe, rendezvous: str) -> Engine:
     import torch
 
     from glowplug.core.plugins import load_plugins_for
@@ -93,20 +96,29 @@ def _build(plan: EnginePlan, rank: int, threads: int | None, link: RankPipe) -> 
 
     if threads is not None:
         torch.set_num_threads(threads)
-    return build_rank(plan, rank, load_plugins_for(plan), link.report)
+    return build_rank(plan, rank, load_plugins_for(plan), link.report, rendezvous)
 
 
 def _serve(engine: Engine, link: RankPipe) -> None:
-    """The loop: drain the pipe, step, send. Blocks on the pipe only when there is nothing to do."""
+    """The loop. Rank 0 drains its pipe, blocking only when there is nothing to do; the others follow its turns."""
     link.report("serve", 1, 1)
     while True:
-        found: list[Outbound] = []
-        timeout: float = BEAT if engine.idle else 0.0
-        while link.pipe.poll(timeout):
-            frame = engine.collectives.broadcast_bytes(link.pipe.recv_bytes())
-            found.extend(engine.receive(decode_inbound(frame)))
-            timeout = 0.0
-        found.extend(engine.step())
+        frames, gone = _drain(link.pipe, BEAT if engine.idle else 0.0) if engine.leads else ([], False)
+        found = engine.turn(frames, stop=gone)
+        if found is None:
+            return
         link.progressed = time.monotonic()
-        if found:
+        if found and engine.leads:
             link.send(found)
+
+
+def _drain(pipe: Connection, timeout: float) -> tuple[list[bytes], bool]:
+    """Frames that have come, after ``timeout`` seconds at most; whether the front has gone."""
+    frames = []
+    try:
+        while pipe.poll(timeout):
+            frames.append(pipe.recv_bytes())
+            timeout = 0.0
+    except (EOFError, OSError):
+        return frames, True
+    return frames, False

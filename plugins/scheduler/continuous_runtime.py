@@ -23,12 +23,10 @@ and waits again, at the queue's head, with its output. What holds at all times:
    refused what cannot). Hence every preemption is paid for by progress, and there is no livelock.
 7. A recomputed sequence prefills prompt and output; positions, and the seeds made from them, are what they were.
 
-Deadlines use ``clock`` (seconds, monotonic, the base of ``Sequence.arrival``). Ranks that schedule in lockstep must
-read the same values: replace ``clock`` with one that returns what rank 0 has broadcast.
+Deadlines use ``Worker.clock`` (seconds, monotonic, the base of ``Sequence.arrival``), the same on every rank.
 """
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -54,8 +52,8 @@ class Continuous:
     """A :class:`~glowplug.core.protocols.Scheduler`. ``bind`` completes it; one thread uses it."""
 
     def __init__(self, options: ContinuousOptions, plan: EnginePlan, worker: Worker,
-                 clock: Callable[[], float] = time.monotonic) -> None:
-        self.options, self.sizes, self.clock = options, plan.sizes, clock
+                 clock: Callable[[], float] | None = None) -> None:
+        self.options, self.sizes, self.clock = options, plan.sizes, clock or worker.clock
         self.stats = Stats(page_size=plan.sizes.page_size)
         self._inflight = 0
         self._committed = 0  # number of the last committed step

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from glowplug.core.batch import Accepted, Batch, LogprobTensors
+from glowplug.core.build import BuildContext
 from glowplug.core.offers import Mode
 from glowplug.core.plan import EnginePlan
-from glowplug.core.protocols import Limits, Model, Sampler, Worker
+from glowplug.core.protocols import Limits, Model, ModelFamily, Sampler, Worker
 from glowplug.plugins.speculative.none import NoSpeculationOptions
 
 
@@ -62,7 +63,7 @@ class NoSpeculation:
         host = torch.from_numpy(index)
         return host if self._device.type == "cpu" else host.pin_memory().to(self._device, non_blocking=True)
 
-    def draft_model(self) -> Model | None:
+    def draft_model(self, context: BuildContext, family: ModelFamily, target: Model) -> Model | None:
         return None
 
 

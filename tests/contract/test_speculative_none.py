@@ -17,6 +17,7 @@ from glowplug.plugins.speculative.none import NoSpeculationOptions, register_spe
 from glowplug.plugins.speculative.none_runtime import NoSpeculation
 
 PLAN: Any = SimpleNamespace(seed=0)
+CONTEXT: Any = SimpleNamespace()  # it looks at none of what a draft is made from
 VOCAB = 11
 
 
@@ -94,7 +95,7 @@ def test_rows_that_do_not_sample_yield_nothing() -> None:
 def test_declarations() -> None:
     (speculative,), (graphs,) = register_speculative_algorithms(), register_graph_runners()
     assert speculative.name == "none" and not speculative.offers.drafts
-    assert make().width() == 1 and make().draft_model() is None
+    assert make().width() == 1 and make().draft_model(CONTEXT, CONTEXT, CONTEXT) is None
     assert make().step_modes() == {Mode.PREFILL, Mode.DECODE}
     assert graphs.name == "eager" and not graphs.offers.captures
     runner = Eager(EagerOptions(), PLAN, Worker())

@@ -1,0 +1,50 @@
+"""Several parallelism strategies as one: what layers and the loop see of ``[[parallel]]``, in the operator's order."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence as Seq
+from typing import TYPE_CHECKING
+
+from glowplug.core.batch import Batch, StepShape
+from glowplug.core.protocols import ExpertExchange, ParallelStrategy, Shard
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ParallelStack:
+    """A later strategy refines those before it: "tensor" splits the heads, "dp_attention" after it takes them back."""
+
+    def __init__(self, strategies: Seq[ParallelStrategy]) -> None:
+        self.strategies = tuple(strategies)
+
+    def axes(self) -> Mapping[str, int]:
+        """Mesh axis -> size, of all strategies."""
+        return {axis: size for strategy in self.strategies for axis, size in strategy.axes().items()}
+
+    def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard:
+        """The last opinion on this dimension; the whole of it when nobody has one."""
+        for strategy in reversed(self.strategies):
+            found = strategy.shard(role, name, full, block)
+            if found is not None:
+                return found
+        return Shard(0, full, full)
+
+    def agree(self, local: StepShape) -> StepShape:
+        for strategy in self.strategies:
+            local = strategy.agree(local)
+        return local
+
+    def leave_attention(self, x: Tensor, batch: Batch) -> Tensor:
+        for strategy in self.strategies:
+            x = strategy.leave_attention(x, batch)
+        return x
+
+    def enter_attention(self, x: Tensor, batch: Batch) -> Tensor:
+        """The way back, so in reverse order."""
+        for strategy in reversed(self.strategies):
+            x = strategy.enter_attention(x, batch)
+        return x
+
+    def expert_exchange(self) -> ExpertExchange | None:
+        found = [exchange for strategy in self.strategies if (exchange := strategy.expert_exchange()) is not None]
+        return found[-1] if found else None
