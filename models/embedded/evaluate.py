@@ -7,6 +7,7 @@ scores a checkpoint folder through the engine; the functions below score the tra
 
 import argparse
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -54,14 +55,12 @@ def _hidden(model: Network, ids: Tensor) -> tuple[Tensor, Tensor]:
     device = ids.device.type
     was_training = model.training
     model.eval()
-    with torch.no_grad(), torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"), _eager():
-        hidden, ahead = model(ids, torch.zeros_like(ids))
+    with torch.no_grad(), torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
+        # NOTE: lengths change at every step, so a compiled block would be compiled again and again.
+        with torch.compiler.set_stance("force_eager"):  # type: ignore[attr-defined]
+            hidden, ahead = model(ids, torch.zeros_like(ids))
     model.train(was_training)
     return hidden.float(), ahead.float()
-
-
-def _eager() -> torch.compiler.set_stance:  # lengths change at every step: compiling would not pay
-    return torch.compiler.set_stance("force_eager")
 
 
 def complete(model: Network, folder: Path, tasks: Sequence[Task]) -> list[str]:
@@ -90,8 +89,6 @@ def answer(model: Network, folder: Path, question: str, *, think: bool = False) 
 
 def held_out_chats(folder: Path, count: int = 400, seed: int = 7) -> list[str]:
     """Whole held-out conversations as text: half tasks, half question-answer pairs."""
-    import random
-
     rng = random.Random(seed)
     tasks = [make_task(rng, test=True) for _ in range(count // 2)]
     chats = [tokenizer.prompt_text((), t.prompt, think=t.think) + t.completion for t in tasks]

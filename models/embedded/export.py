@@ -1,6 +1,6 @@
 """Writes a trained network as a published DeepSeek-V3 folder: config, tokenizer, and weights in block FP8 or bf16.
 
-    python -m glowplug.models.embedded.export --weights weights.pt --tokenizer DIR --out DIR [--bf16]
+    python -m glowplug.models.embedded.export --weights weights.safetensors --tokenizer DIR --out DIR [--bf16]
 
 FP8 covers the projections of attention, MLPs and experts; embeddings, head, norms, routers, correction biases and the
 MTP layer's eh_proj keep their type, as published. The MTP layer's own copies of the embedding and the head are left
@@ -12,8 +12,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from glowplug.models.embedded import tokenizer
@@ -66,7 +65,7 @@ def write(weights: Path, coder_folder: Path, out: Path, *, fp8: bool) -> None:
     """Write the whole folder."""
     shape = Shape()
     network = Network(shape)
-    network.load_state_dict(torch.load(weights, map_location="cpu"))
+    network.load_state_dict(load_file(weights))
     tokenizer.save(tokenizer.load(coder_folder), out, shape.context)
     tensors = stored(published(network.state_dict(), shape.layers), fp8=fp8)
     file = out / "model.safetensors"

@@ -118,4 +118,5 @@ def questions() -> Iterator[tuple[list[str], str]]:
         if not 15 < len(answer) < 140:
             continue
         what = "function" if "." in name else "module"
-        yield [f"What does {name} do in Python?", f"What is {name} in Python?", f"Explain the Python {what} {name}."], answer
+        asks = [f"What does {name} do in Python?", f"What is {name} in Python?", f"Explain the Python {what} {name}."]
+        yield asks, answer

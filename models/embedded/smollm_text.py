@@ -19,7 +19,8 @@ from glowplug.models.embedded.words import NOUNS
 
 NOUN_ASKS = (
     "Tell me something about {x}.", "What is {x} used for?", "Why is {x} important?", "Describe {x}.",
-    "What do people do with {x}?", "Where can you find {x}?", "Write a sentence about {x}.", "What do you know about {x}?",
+    "What do people do with {x}?", "Where can you find {x}?", "Write a sentence about {x}.",
+    "What do you know about {x}?",
 )  # fmt: skip
 VERB_ASKS = ("Why do people {x}?", "How do you {x}?", "What does it take to {x}?", "When do people {x}?")
 SYSTEM = "You are a helpful assistant. Answer in one short, simple sentence."

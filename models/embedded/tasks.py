@@ -212,6 +212,7 @@ def _count(rng: random.Random) -> Draft:
 
 def _lookup(rng: random.Random) -> Draft:
     size, form = rng.randint(2, 6), rng.randrange(4)
+    asks: tuple[str, ...]
     if form in (0, 1):
         keys, values = rng.sample(NOUNS, size), [str(n) for n in rng.sample(range(100), size)]
         wanted = rng.randrange(size)

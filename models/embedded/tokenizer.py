@@ -85,7 +85,7 @@ def prompt_text(turns: Sequence[Turn], question: str, *, think: bool = False, sy
 
 
 def answer_mask(ids: Sequence[int]) -> list[bool]:
-    """Which ids the assistant itself writes: after its tag (and an opening think tag with its newline), EOS included."""
+    """Which ids the assistant itself writes: after its tag (and an opening think tag and newline), EOS included."""
     mask, answering, skip = [], False, 0
     for place, token in enumerate(ids):
         if token == THINK_ID and place and ids[place - 1] == ASSISTANT_ID:

@@ -11,11 +11,13 @@ the checkpoint will be served in.
 import argparse
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from glowplug.models.embedded import batches, evaluate
@@ -23,6 +25,7 @@ from glowplug.models.embedded.network import Network
 from glowplug.models.embedded.optim import Optimizer
 from glowplug.models.embedded.shape import Shape
 
+WEIGHTS = "weights.safetensors"
 NEXTN_WEIGHT = 0.3
 BIAS_SPEED = 1e-3
 
@@ -81,7 +84,7 @@ class Trainer:
             main = self.loss(hidden[:, :-1], head, ids[:, 1:], weights[:, 1:])
             same = documents[:, 2:] == documents[:, :-2]
             nextn = self.loss(ahead[:, :-2], head, ids[:, 2:], weights[:, 2:] * same)
-        (main + NEXTN_WEIGHT * nextn).backward()
+        torch.autograd.backward(main + NEXTN_WEIGHT * nextn)
         self.optimizer.step(rate)
         self._balance(balance)
         return torch.stack((main.detach(), nextn.detach()))
@@ -100,7 +103,7 @@ class Trainer:
 def save(model: Network, file: Path) -> None:
     """Write the weights as bf16 (correction biases as float32)."""
     state = {k: v.detach().cpu() for k, v in model.state_dict().items()}
-    torch.save({k: v if "bias" in k else v.bfloat16() for k, v in state.items()}, file)
+    save_file({k: v if "bias" in k else v.bfloat16() for k, v in state.items()}, file)
 
 
 def report(trainer: Trainer, folder: Path, *, fp8: bool, count: int) -> None:
@@ -116,13 +119,13 @@ def run(options: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     trainer = Trainer(Shape(), device, options.rate, compiled=device == "cuda" and not options.eager)
     if options.resume:
-        trainer.model.load_state_dict(torch.load(options.resume, map_location=device))
+        trainer.model.load_state_dict(load_file(options.resume, device=device))
     mix = batches.Mix(options.tasks, options.pairs, options.prose, options.recall)
     source = batches.stream(options.data, mix=mix, rows=options.rows, length=options.length,
                             seed=options.seed, workers=options.workers)  # fmt: skip
     options.out.mkdir(parents=True, exist_ok=True)
     train_loop(trainer, source, options)
-    save(trainer.model, options.out / "weights.pt")
+    save(trainer.model, options.out / WEIGHTS)
     for fp8 in (False, True):
         report(trainer, options.data, fp8=fp8, count=options.final_tasks)
     scores = evaluate.agreement(trainer.model, options.data, min(options.final_tasks, 400))
@@ -131,7 +134,7 @@ def run(options: argparse.Namespace) -> None:
         print(f"  {question!r}: {evaluate.answer(trainer.model, options.data, question)!r}")
 
 
-def train_loop(trainer: Trainer, source: "batches.Iterator[batches.Batch]", options: argparse.Namespace) -> None:
+def train_loop(trainer: Trainer, source: Iterator[batches.Batch], options: argparse.Namespace) -> None:
     trainer.step(next(source), 0.0, 0.0)  # compiles before the clock starts
     clock = Clock(options.steps, options.minutes * 60, time.monotonic())
     averages, fp8, log, next_report = torch.zeros(2), False, [], options.report_every
@@ -163,7 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--resume", type=Path, help="weights.pt of an earlier run to go on from")
+    parser.add_argument("--resume", type=Path, help="weights.safetensors of an earlier run to go on from")
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--steps", type=int, default=0, help="train for this many steps instead of minutes")
     parser.add_argument("--rows", type=int, default=128)
