@@ -23,7 +23,8 @@ def orthogonalize(updates: Tensor, steps: int = 5) -> Tensor:
 class Muon:
     """Momentum whose update is orthogonalised; same-shaped matrices are handled as one stack."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], rate: float, momentum: float = 0.95, decay: float = 0.05) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], rate: float, momentum: float = 0.95,
+                 decay: float = 0.05) -> None:
         self.rate, self.momentum, self.decay = rate, momentum, decay
         self.stacks: dict[torch.Size, list[nn.Parameter]] = {}
         for parameter in parameters:
