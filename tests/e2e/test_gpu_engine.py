@@ -1,4 +1,4 @@
-"""The whole engine on one GPU: the CPU's greedy tokens in float32, finite work in bf16, the embedded model's answers."""
+"""The whole engine on one GPU: the CPU's greedy tokens in float32, finite work in bf16, embedded answers."""
 from __future__ import annotations
 
 from pathlib import Path
