@@ -145,7 +145,7 @@ def worker_started(worker: Any, plan: EnginePlan) -> None:
 
 @hookspec
 def worker_stopping(worker: Any) -> None:
-    """A rank is about to end and serves no more; its graphs and collectives are still there. Not called when it is killed."""
+    """A rank is about to end and serves no more; its graphs and collectives still stand. Not called on a kill."""
 
 
 @hookspec

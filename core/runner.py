@@ -93,7 +93,7 @@ class Runner:
         views = torch.split(packed, [len(part) for part in parts])
         batch.positions, batch.slots, batch.row_ids = views[0].long(), views[1].long(), views[2].long()
         batch.kv_lens_device, batch.query_starts = views[3], views[4]
-        batch.page_table = views[6].view(rows, -1)
+        batch.page_table = views[6].view(batch.pages.shape)
         batch.logits_index = views[7].long() if wanted is not None else None
         batch.input_ids = self._input_ids(batch, views[5])
 

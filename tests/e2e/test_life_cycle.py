@@ -1,0 +1,84 @@
+"""Every life-cycle hook of a plugin is called, once and in its phase, whichever executor runs the rank."""
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from glowplug import LLM, SamplingParams
+from glowplug.core.errors import EngineDead, PluginLoadError
+from tests.tiny import write_config
+
+PLUGIN = '''
+from pathlib import Path
+from glowplug.core.hookspecs import hookimpl
+
+LOG = Path(__file__).with_name("calls.txt")
+
+def note(text):
+    with LOG.open("a") as log:
+        log.write(text + "\\n")
+
+class Observer:
+    def step(self, batch, output):
+        note(f"step of {batch.num_rows}")
+
+@hookimpl
+def contribute_defaults(facts):
+    note("contribute_defaults")
+    return {"seed": 41}
+
+@hookimpl
+def check_plan(context):
+    note("check_plan")
+    return []
+
+@hookimpl
+def plan_ready(plan):
+    note(f"plan_ready {plan.seed}")
+
+@hookimpl
+def step_observers(worker, plan):
+    note(f"step_observers {worker.rank}")
+    return [Observer()]
+
+@hookimpl
+def worker_started(worker, plan):
+    note(f"worker_started {worker.device}")
+
+@hookimpl
+def worker_stopping(worker):
+    note(f"worker_stopping {worker.rank}")
+'''
+
+
+@pytest.mark.parametrize("executor", ["inline", "multiprocess"])
+def test_every_hook_fires_once_in_its_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, executor: str) -> None:
+    name = f"life_cycle_{executor}"
+    (tmp_path / f"{name}.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    folder = write_config(tmp_path / "model", "v3")
+    with LLM(model=str(folder), plugins=[name], weights={"use": "random"}, skip_tokenizer=True, context_length=64,
+             memory={"kv_tokens": 256}, executor={"use": executor}) as llm:
+        assert llm.plan.seed == 41
+        done = llm.generate([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))
+        assert len(done[0].token_ids) == 6
+    calls = (tmp_path / "calls.txt").read_text().splitlines()
+    steps = [call for call in calls if call == "step of 1"]
+    others = [call for call in calls if not call.startswith("step of")]
+    assert others == ["contribute_defaults", "check_plan", "plan_ready 41", "step_observers 0", "worker_started cpu",
+                      "worker_stopping 0"]
+    assert len(steps) >= 6 and calls[-1] == "worker_stopping 0"
+
+
+def test_a_hook_that_fails_in_a_rank_names_its_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "life_fails.py").write_text(
+        "from glowplug.core.hookspecs import hookimpl\n\n@hookimpl\ndef worker_started(worker):\n    1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    folder = write_config(tmp_path / "model", "llama")
+    with pytest.raises((PluginLoadError, EngineDead), match="life_fails.*worker_started failed: ZeroDivisionError"):
+        LLM(model=str(folder), plugins=["life_fails"], weights={"use": "random"}, skip_tokenizer=True,
+            context_length=64, memory={"kv_tokens": 256})
