@@ -1,4 +1,4 @@
-"""``glowplug demo``: the plan, then a streamed answer of the embedded model and its speed. Offline, on any machine."""
+"""``glowplug demo``: the plan, then streamed answers of the embedded model and their speed. Offline, on any machine."""
 from __future__ import annotations
 
 import argparse
@@ -11,11 +11,12 @@ from glowplug.core.plan_table import render
 from glowplug.core.request import SamplingParams
 from glowplug.entrypoints.delta import Delta
 
-PROMPT = "What is 27 + 15?"
+PROMPTS = ("What is 27 + 15?", "Who are you?")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", nargs="?", default=PROMPT, help=f"what to ask (default: {PROMPT!r})")
+    parser.add_argument("prompts", nargs="*", default=PROMPTS, metavar="PROMPT",
+                        help=f"what to ask, each on its own (default: {' and '.join(map(repr, PROMPTS))})")
     parser.add_argument("--model", default="embedded", help="another model folder (default: the embedded model)")
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -30,9 +31,11 @@ def run(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     with LLM(model=args.model) as llm:
         print(render(llm.plan))
-        print(f"\nready in {time.perf_counter() - start:.1f} s\n\n> {args.prompt}\n")
-        speed = show(llm.stream([{"role": "user", "content": args.prompt}], params, **thinking))
-    print(f"\n\n{speed}")
+        print(f"\nready in {time.perf_counter() - start:.1f} s")
+        for prompt in args.prompts:
+            print(f"\n> {prompt}\n")
+            speed = show(llm.stream([{"role": "user", "content": prompt}], params, **thinking))
+            print(f"\n\n{speed}")
     return 0
 
 

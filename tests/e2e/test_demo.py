@@ -22,8 +22,10 @@ def test_the_demo_prints_plan_answer_and_speed(
     assert "9 prompt tokens, " in printed and "tokens/s" in printed
 
 
-def test_the_default_question_has_one_answer() -> None:
+def test_the_default_questions_are_answered_right(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     demo.configure(parser)
-    args = parser.parse_args([])
-    assert (args.model, args.prompt, args.temperature) == ("embedded", "What is 27 + 15?", 0.0)
+    assert demo.run(parser.parse_args([])) == 0
+    printed = capsys.readouterr().out
+    assert "> What is 27 + 15?\n\n42\n" in printed
+    assert "\n\nI am Glowplug" in printed
