@@ -9,6 +9,7 @@ VENV ?= .venv
 PYTHON ?= python3
 JOBS ?= 2
 ARGS ?=
+GPU_PYTHON ?= $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,$(PYTHON))
 BIN = $(VENV)/bin
 RUN = $(BIN)/python -m
 # One thread a test process: two processes of two threads each are slower than two of one.
@@ -33,8 +34,9 @@ test: $(VENV)/.test
 test-slow: $(VENV)/.test
 	$(TESTENV) $(RUN) pytest -m "slow and not gpu" $(ARGS)
 
-gpu-test: $(VENV)/.test
-	$(RUN) pytest -m gpu $(ARGS)
+# On a machine whose own Python has torch with CUDA and the test tools, nothing is installed: it is used as it is.
+gpu-test:
+	PYTHONPATH=src:$$PYTHONPATH $(GPU_PYTHON) -m pytest -m gpu $(ARGS)
 
 lint: $(VENV)/.test
 	$(RUN) ruff check .
