@@ -11,6 +11,7 @@ from torch import Tensor
 from glowplug.core.batch import Batch, LogprobTensors
 from glowplug.core.offers import Mode
 from glowplug.core.protocols import Limits, Sampled, Worker
+from glowplug.core.testing.speculative_suite import SpeculativeSuite
 from glowplug.plugins.graphs.eager import EagerOptions, register_graph_runners
 from glowplug.plugins.graphs.eager_runtime import Eager
 from glowplug.plugins.speculative.none import NoSpeculationOptions, register_speculative_algorithms
@@ -19,6 +20,13 @@ from glowplug.plugins.speculative.none_runtime import NoSpeculation
 PLAN: Any = SimpleNamespace(seed=0)
 CONTEXT: Any = SimpleNamespace()  # it looks at none of what a draft is made from
 VOCAB = 11
+
+
+class TestNoSpeculation(SpeculativeSuite):
+    def make(self, limits: Limits) -> NoSpeculation:
+        algorithm = NoSpeculation(NoSpeculationOptions(), PLAN, Worker())
+        algorithm.reserve(limits)
+        return algorithm
 
 
 class Recorder:

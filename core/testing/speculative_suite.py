@@ -1,0 +1,128 @@
+"""Conformance suite of the ``speculative`` slot. Subclass it and define ``make``."""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from glowplug.core.batch import Accepted, Batch
+from glowplug.core.offers import Mode
+from glowplug.core.protocols import Limits, Sampled, SpeculativeAlgorithm
+from glowplug.core.request import SamplingParams
+
+VOCAB, HIDDEN, ROWS = 23, 8, 8
+
+
+class Greedy:
+    """A ``Sampler`` that takes the most likely token and counts what it is told."""
+
+    def __init__(self) -> None:
+        self.observed = 0
+
+    def reserve(self, limits: Limits) -> None:
+        return
+
+    def join(self, row: int, params: SamplingParams, tokens: NDArray[np.int32], prompt_len: int,
+             stop_ids: frozenset[int]) -> None:
+        return
+
+    def leave(self, row: int) -> None:
+        return
+
+    def plan_step(self, batch: Batch) -> None:
+        return
+
+    def sample(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Sampled:
+        assert len(logits) == len(rows) == len(positions)
+        return Sampled(logits.argmax(-1), logits.isnan().any(-1))
+
+    def observe(self, tokens: Tensor, counts: Tensor, rows: Tensor) -> None:
+        self.observed += int(counts.sum())
+
+
+def step(rows: list[int], decodes: int, queries: list[int], kv_lens: list[int], samples: list[bool]) -> Batch:
+    """A batch as the runner completes it, as far as an algorithm may look."""
+    query_lens, lens = np.asarray(queries, np.int32), np.asarray(kv_lens, np.int32)
+    mode = Mode.PREFILL if decodes < len(rows) else Mode.DECODE if max(queries) == 1 else Mode.VERIFY
+    batch = Batch(step=1, mode=mode, rows=np.asarray(rows, np.int32), epochs=np.zeros(len(rows), np.int64),
+                  num_decodes=decodes, query_lens=query_lens, kv_lens=lens, samples=np.asarray(samples, np.bool_),
+                  prompt_ids=np.zeros(int(query_lens[decodes:].sum()), np.int32),
+                  pages=np.zeros((len(rows), 4), np.int32))
+    starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+    batch.row_ids, batch.kv_lens_device = torch.tensor(rows), torch.from_numpy(lens)
+    batch.query_starts, batch.page_table = torch.from_numpy(starts), torch.zeros(len(rows), 4, dtype=torch.int32)
+    owner = np.repeat(np.arange(len(rows)), query_lens)
+    at = np.arange(len(owner)) - starts[owner] + (lens - query_lens)[owner]
+    batch.positions, batch.slots = torch.from_numpy(at), torch.zeros(len(owner), dtype=torch.int64)
+    batch.input_ids = torch.ones(len(owner), dtype=torch.int64)
+    if decodes < len(rows):
+        ends = [int(starts[i + 1]) - 1 for i in range(decodes, len(rows)) if samples[i]]
+        batch.logits_index = torch.tensor([*range(int(starts[decodes])), *ends], dtype=torch.int64)
+    return batch
+
+
+def likely(tokens: list[int]) -> Tensor:
+    """float32 [N, V] whose most likely token in row i is ``tokens[i]``."""
+    logits = torch.randn(len(tokens), VOCAB, generator=torch.Generator().manual_seed(len(tokens)))
+    logits[torch.arange(len(tokens)), torch.tensor(tokens, dtype=torch.int64)] = 9.0
+    return logits
+
+
+class SpeculativeSuite:
+    """What the runner relies on, whatever is drafted: shapes, who yields a token, and which token comes next."""
+
+    def make(self, limits: Limits) -> SpeculativeAlgorithm:
+        """The algorithm with its draft model (if any) in place and ``reserve(limits)`` called."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def algorithm(self) -> SpeculativeAlgorithm:
+        return self.make(Limits(rows=ROWS, step_tokens=64, context=99, page_size=4, num_pages=33, width=1, vocab=VOCAB))
+
+    def accept(self, algorithm: SpeculativeAlgorithm, batch: Batch, tokens: list[int]) -> Accepted:
+        sampler = Greedy()
+        made = algorithm.accept(likely(tokens), torch.randn(batch.num_tokens, HIDDEN), batch, sampler)
+        rows, width = batch.num_rows, algorithm.width()
+        assert made.tokens.shape == (rows, width) and made.tokens.dtype == torch.int64
+        assert made.counts.shape == (rows,) and made.counts.dtype == torch.int32
+        assert made.bad.shape == (rows,) and made.bad.dtype == torch.bool
+        assert sampler.observed == int(made.counts.sum()), "the sampler was not told of what counts"
+        return made
+
+    def test_it_says_what_it_runs(self, algorithm: SpeculativeAlgorithm) -> None:
+        modes, width = algorithm.step_modes(), algorithm.width()
+        assert width >= 1 and Mode.PREFILL in modes
+        assert (Mode.DECODE if width == 1 else Mode.VERIFY) in modes
+
+    def test_prompts_yield_one_token_and_it_comes_next(self, algorithm: SpeculativeAlgorithm) -> None:
+        made = self.accept(algorithm, step([5, 2, 7], 0, [3, 4, 2], [3, 4, 6], [True] * 3), [1, 2, 3])
+        assert made.counts.tolist() == [1, 1, 1] and made.tokens[:, 0].tolist() == [1, 2, 3]
+        width = algorithm.width()
+        drafted = algorithm.draft(step([7, 5], 2, [width] * 2, [6 + width, 3 + width], [True] * 2))
+        assert drafted.shape == (2, width) and drafted.dtype == torch.int64
+        assert drafted[:, 0].tolist() == [3, 1]
+        assert ((drafted >= 0) & (drafted < VOCAB)).all()
+
+    def test_a_chunk_that_does_not_end_its_prompt_yields_nothing(self, algorithm: SpeculativeAlgorithm) -> None:
+        made = self.accept(algorithm, step([4, 1, 6], 0, [5, 4, 3], [5, 4, 3], [False, True, False]), [10])
+        assert made.counts.tolist() == [0, 1, 0] and made.tokens[1, 0] == 10
+
+    def test_decoding_rows_accept_at_least_one(self, algorithm: SpeculativeAlgorithm) -> None:
+        self.accept(algorithm, step([3, 0], 0, [2, 2], [2, 2], [True] * 2), [4, 5])
+        width = algorithm.width()
+        batch = step([0, 3], 2, [width] * 2, [2 + width] * 2, [True] * 2)
+        batch.input_ids = algorithm.draft(batch).flatten()
+        made = self.accept(algorithm, batch, [6 + i for i in range(2 * width)])
+        assert ((made.counts >= 1) & (made.counts <= width)).all()
+        assert made.tokens[:, 0].tolist() == [6, 6 + width], "the first is the target's own choice"
+        last = [int(made.tokens[i, int(made.counts[i]) - 1]) for i in range(2)]
+        assert algorithm.draft(step([3, 0], 2, [width] * 2, [9] * 2, [True] * 2))[:, 0].tolist() == last[::-1]
+
+    def test_rows_do_not_mix(self, algorithm: SpeculativeAlgorithm) -> None:
+        """What is computed for one row leaves the others' next tokens alone."""
+        self.accept(algorithm, step([1, 2], 0, [2, 2], [2, 2], [True] * 2), [8, 9])
+        self.accept(algorithm, step([6], 0, [3], [3], [True]), [11])
+        width = algorithm.width()
+        assert algorithm.draft(step([2, 6, 1], 3, [width] * 3, [9] * 3, [True] * 3))[:, 0].tolist() == [9, 11, 8]

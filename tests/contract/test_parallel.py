@@ -1,0 +1,49 @@
+"""The strategy and the collectives of one rank."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from glowplug.core.protocols import Worker
+from glowplug.core.testing.parallel_suite import CollectivesSuite, ParallelSuite
+from glowplug.core.testing.plans import bare_plan
+from glowplug.plugins.collectives.local import LocalOptions
+from glowplug.plugins.collectives.local_runtime import Local
+from glowplug.plugins.parallel.single import SingleOptions
+from glowplug.plugins.parallel.single_runtime import Single
+
+
+class TestSingle(ParallelSuite):
+    def make(self, rank: int) -> Single:
+        return Single(SingleOptions(), bare_plan(), Worker(rank=rank))
+
+
+class TestLocal(CollectivesSuite):
+    def make(self) -> Local:
+        return Local(LocalOptions(), bare_plan(), Worker())
+
+
+def test_local_refuses_a_second_rank() -> None:
+    with pytest.raises(AssertionError, match="one rank"):
+        Local(LocalOptions(), bare_plan(), Worker(rank=0, ranks=2))
+
+
+class Overlapping(Single):
+    """Both ranks claim the first half: the suite must notice."""
+
+    def shard(self, role: str, name: str, full: int, block: int = 1) -> Any:
+        from glowplug.core.protocols import Shard
+
+        return Shard(0, full // 2, full, reduce=True)
+
+
+def test_the_suite_finds_a_gap() -> None:
+    class Broken(ParallelSuite):
+        ranks = 2
+
+        def make(self, rank: int) -> Overlapping:
+            return Overlapping(SingleOptions(), bare_plan(), Worker(rank=rank))
+
+    with pytest.raises(AssertionError):
+        Broken().test_ranks_hold_everything_once_or_all_of_it("column", 64, 1)
