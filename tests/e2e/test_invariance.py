@@ -92,9 +92,8 @@ def test_same_tokens_and_logits(folder: Path, alone: list[Completion], variant: 
     assert stats.pages_free + stats.pages_evictable == stats.pages_total
 
 
+@pytest.mark.parametrize("folder", ["v3", "v2", "v3_fp8"], indirect=True)
 def test_absorbed_or_not(folder: Path, alone: list[Completion]) -> None:
-    if "llama" in folder.name:
-        pytest.skip("absorption exists for MLA only")
     for absorb in (True, False):
         with engine(folder, attention={"use": "torch_mla", "absorb": absorb}) as llm:
             same(llm.generate(prompts(), PARAMS), alone)
