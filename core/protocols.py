@@ -176,8 +176,8 @@ class WeightTarget(Protocol):
         shape: shape it must have in the checkpoint.
         index: slices of it that this rank needs.
         optional: may be absent (then ``store`` is not called).
-        dtype: torch name of the dtype the format fixes for it, or None.
-        dtype: torch dtype name it must have in the checkpoint ("float8_e4m3fn"); None: any floating dtype.
+        dtype: torch dtype name it must have in the checkpoint ("float8_e4m3fn"); None: any floating dtype of 16 bits
+            or more.
     """
 
     name: str

@@ -49,18 +49,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", [self.stop])
+        self._check_types()
         _between("n", self.n, 1, MAX_N)
         if self.max_tokens is not None:
             _between("max_tokens", self.max_tokens, 1, 1 << 31)
         _between("min_tokens", self.min_tokens, 0, self.max_tokens if self.max_tokens is not None else 1 << 31)
         _between("temperature", self.temperature, 0.0, 100.0)
-        if not 0.0 < self.top_p <= 1.0:
+        _between("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
             raise RequestError(f"top_p must be in (0, 1], got {self.top_p}", param="top_p")
         _between("top_k", self.top_k, -1, 1 << 31)
         _between("min_p", self.min_p, 0.0, 1.0)
         _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if not 0.0 < self.repetition_penalty <= 100.0:
+        _between("repetition_penalty", self.repetition_penalty, 0.0, 100.0)
+        if self.repetition_penalty == 0.0:
             raise RequestError(
                 f"repetition_penalty must be in (0, 100], got {self.repetition_penalty}", param="repetition_penalty")
         for token, bias in (self.logit_bias or {}).items():
@@ -84,6 +87,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             if value is not None:
                 _between(name, value, 0, MAX_LOGPROBS)
 
+    def _check_types(self) -> None:
+        """What another process would not accept must not be sent to it. NumPy's floats become plain ones."""
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if isinstance(value, float) and type(value) is not float:
+                msgspec.structs.force_setattr(self, name, float(value))
+        for name in _WHOLE:
+            value = getattr(self, name)
+            if value is not None and type(value) is not int:
+                raise RequestError(f"{name} must be a whole number, got {value!r}", param=name)
+        for name in _SWITCHES:
+            if type(getattr(self, name)) is not bool:
+                raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}", param=name)
+        _list_of("stop", self.stop, str)
+        _list_of("stop_token_ids", self.stop_token_ids, int)
+        _list_of("allowed_token_ids", self.allowed_token_ids or [], int)
+        if not isinstance(self.logit_bias or {}, dict):
+            raise RequestError("logit_bias must map token ids to numbers", param="logit_bias")
+        _list_of("logit_bias", list(self.logit_bias or ()), int)
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
@@ -92,8 +115,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return msgspec.structs.replace(self, **changes)
 
 
+_WHOLE = ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
+_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_SWITCHES = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
+
+
+def _list_of(name: str, values: list[Any], kind: type) -> None:
+    if not isinstance(values, list) or not all(type(value) is kind for value in values):
+        what = "strings" if kind is str else "token ids"
+        raise RequestError(f"{name} must be a list of {what}, got {values!r:.200}", param=name)
+
+
 def _between(name: str, value: float, low: float, high: float) -> None:
-    if not (isinstance(value, int | float) and math.isfinite(value) and low <= value <= high):
+    if not (type(value) in (int, float) and math.isfinite(value) and low <= value <= high):
         raise RequestError(f"{name} must be between {low} and {high}, got {value!r}", param=name)
 
 

@@ -184,9 +184,12 @@ def _text_of(value: Any) -> str | None:
 def _ends_of(folder: Path) -> list[int]:
     """Ids that end a sequence, from ``generation_config.json`` or else ``config.json``: one or a list."""
     for name in ("generation_config.json", "config.json"):
-        ends = _read_json(folder / name).get("eos_token_id")
-        if ends is not None:
-            return ends if isinstance(ends, list) else [ends]
+        stated = _read_json(folder / name).get("eos_token_id")
+        if stated is not None:
+            ends = stated if isinstance(stated, list) else [stated]
+            if not all(type(token) is int and 0 <= token < 1 << 31 for token in ends):
+                raise ValueError(f"{folder / name}: eos_token_id is {stated!r}, expected a token id or a list of them")
+            return ends
     return []
 
 

@@ -28,7 +28,11 @@ def open_tokenizer(plan: EnginePlan, plugins: PluginSet) -> Tokenizer | None:
     if plan.config.get("skip_tokenizer"):
         return None
     path = Path(plan.config.get("tokenizer") or plan.facts.model.path)
-    found = plugins.hook.open_tokenizer(path=path, facts=plan.facts.model)
+    try:
+        found = plugins.hook.open_tokenizer(path=path, facts=plan.facts.model)
+    except ValueError as error:
+        raise PlanRefused([Refusal(by="tokenizer", field="tokenizer", reason=str(error),
+                                   fix="download the file again, or set tokenizer = FOLDER")]) from None
     if found is None:
         raise PlanRefused([Refusal(
             by="tokenizer", field="tokenizer", reason=f"no tokenizer was found at {path.name!r}",

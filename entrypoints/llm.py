@@ -6,7 +6,7 @@
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +16,13 @@ from glowplug.core.plan import EnginePlan
 from glowplug.core.plugins import load_plugins
 from glowplug.core.request import SamplingParams
 from glowplug.core.resolve import plan as make_plan
+from glowplug.entrypoints import inputs
 from glowplug.entrypoints.delta import Delta
 from glowplug.entrypoints.front import Front, Stream
+from glowplug.entrypoints.inputs import Message, Prompt
 from glowplug.entrypoints.launch import eos_ids, open_tokenizer, start_executor
 
-Prompt = str | list[int]
-Message = dict[str, Any]
+News = tuple[Stream, Delta]
 
 
 @dataclass
@@ -82,51 +83,60 @@ class LLM:
         self._front = Front(self.plan, self.tokenizer, eos_ids(self.plan, self.tokenizer))
         self._closed = False
         self._control_id = 0
+        self._boxes: dict[Stream, list[News]] = {}  # whose news goes where; all the rest is for ``poll``
+        self._news: list[News] = []
 
     # ---- public -----------------------------------------------------------------------------------------------------
 
     def generate(self, prompts: Prompt | Sequence[Prompt],
                  params: SamplingParams | Sequence[SamplingParams] | None = None) -> list[Completion]:
         """Texts or token-id lists in, one Completion each, in order. RequestError (nothing is run) for a bad one."""
-        batch = [prompts] if _is_prompt(prompts) else list(prompts)
-        each = _params_for(params, len(batch))
+        batch = inputs.prompts(prompts)
+        each = inputs.params_for(params, len(batch))
         return self._run([self._ids(prompt) for prompt in batch], each)
 
     def chat(self, conversations: Sequence[Message] | Sequence[Sequence[Message]],
              params: SamplingParams | Sequence[SamplingParams] | None = None, **template: Any) -> list[Completion]:
         """Conversations (lists of ``{"role", "content"}``) through the chat template. ``template``: its keywords."""
-        batch: Any = [conversations] if conversations and isinstance(conversations[0], dict) else list(conversations)
-        each = _params_for(params, len(batch))
+        batch = inputs.conversations(conversations)
+        each = inputs.params_for(params, len(batch))
         return self._run([self._chat_ids(messages, template) for messages in batch], each)
 
     def stream(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None,
                **template: Any) -> Iterator[Delta]:
         """Deltas of one sequence as they come. Closing the iterator aborts it."""
-        plain = _is_prompt(prompt)
-        ids = self._ids(prompt) if plain else self._chat_ids(prompt, template)  # type: ignore[arg-type]
-        stream = self._submit(ids, params or SamplingParams())
+        given: Any = prompt
+        ids = self._ids(inputs.prompt(given)) if inputs.is_prompt(given) else self._chat_ids(
+            inputs.messages(given), template)
+        stream = self._submit(ids, inputs.params_for(params, 1)[0])
+        box = self._boxes[stream] = []
         try:
-            while not stream.done:
-                for owner, delta in self._pump():
-                    if owner is stream:
-                        yield delta
+            while box or not stream.done:
+                while box:
+                    yield box.pop(0)[1]
+                if not stream.done:
+                    self._turn()
         finally:
             self._abandon([stream])
 
     def submit(self, prompt: Prompt, params: SamplingParams) -> Stream:
         """Start one sequence and return at once (``params.n`` is ignored). Its deltas come from ``poll``."""
-        return self._submit(self._ids(prompt), params)
+        return self._submit(self._ids(inputs.prompt(prompt)), inputs.params_for(params, 1)[0])
 
-    def poll(self) -> list[tuple[Stream, Delta]]:
-        """News of running sequences; [] when a second passes without any. One call, at most one engine step."""
-        return self._pump()
+    def poll(self) -> list[News]:
+        """News of submitted sequences; [] when a second passes without any. One call, at most one engine step."""
+        if not self._news:
+            self._turn()
+        news, self._news = self._news, []
+        return news
 
     def control(self, action: str, **args: Any) -> dict[str, Any]:
         """Ask the engine: "info", "flush", "check". RequestError when it refuses."""
+        self._check_open()
         self._control_id += 1
         self._executor.submit(encode([Control(self._control_id, action, args)]))
         while True:
-            for reply in self._pump_replies():
+            for reply in self._turn():
                 if reply.id == self._control_id:
                     if not reply.ok:
                         raise RequestError(reply.error)
@@ -151,22 +161,25 @@ class LLM:
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    def _ids(self, prompt: Prompt) -> list[int]:
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDead("this LLM is closed")
+
+    def _ids(self, prompt: str | list[int]) -> list[int]:
         if not isinstance(prompt, str):
-            return list(prompt)
+            return prompt
         if self.tokenizer is None:
             raise RequestError("this engine runs without a tokenizer: pass token ids", param="prompt")
         return self.tokenizer.encode(prompt)
 
-    def _chat_ids(self, messages: Sequence[Message], template: dict[str, Any]) -> list[int]:
+    def _chat_ids(self, messages: list[Message], template: dict[str, Any]) -> list[int]:
         if self.tokenizer is None:
             raise RequestError("this engine runs without a tokenizer: chat needs one", param="messages")
-        text = self.tokenizer.apply_chat_template(list(messages), **template)
+        text = self.tokenizer.apply_chat_template(messages, **template)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _submit(self, ids: list[int], params: SamplingParams) -> Stream:
-        if self._closed:
-            raise EngineDead("this LLM is closed")
+        self._check_open()
         stream, message = self._front.submit(ids, params)
         self._executor.submit(encode([message]))
         return stream
@@ -179,55 +192,51 @@ class LLM:
         jobs = [(result, ids, one, k) for result, ids, one in zip(results, prompts, params, strict=True)
                 for k in range(one.n)]
         running: dict[Stream, Completion] = {}
+        box: list[News] = []
         room = self.plan.sizes.max_running + self.plan.sizes.max_queued
         jobs.reverse()
         try:
             while jobs or running:
                 while jobs and len(running) < room:
-                    self._start(jobs.pop(), running)
-                for stream, delta in self._pump():
-                    if stream in running:
-                        running[stream].take(delta)
-                        if stream.done:
-                            del running[stream]
+                    self._boxes[self._start(jobs.pop(), running)] = box
+                self._turn()
+                for stream, delta in box:
+                    running[stream].take(delta)
+                    if delta.finish_reason is not None:
+                        del running[stream], self._boxes[stream]
+                box.clear()
         finally:
             self._abandon(list(running))
         return results
 
-    def _start(self, job: tuple[Completion, list[int], SamplingParams, int], running: dict[Stream, Completion]) -> None:
+    def _start(self, job: tuple[Completion, list[int], SamplingParams, int],
+               running: dict[Stream, Completion]) -> Stream:
         first, ids, params, index = job
         choice = first if index == 0 else Completion(ids, index)
         first.choices.append(choice)
         if params.seed is not None and index:
             params = params.replace(seed=params.seed + index)
-        running[self._submit(ids, params)] = choice
+        stream = self._submit(ids, params)
+        running[stream] = choice
+        return stream
 
-    def _pump(self) -> list[tuple[Stream, Delta]]:
+    def _turn(self) -> list[Reply]:
+        """One frame from the engine: its news goes into the boxes of those who wait for it."""
+        self._check_open()
         frame = self._executor.outputs(1.0)
-        received = self._front.receive(decode_outbound(frame)) if frame else None
+        if not frame:
+            return []
+        received = self._front.receive(decode_outbound(frame))
+        for news in received.deltas:
+            self._boxes.get(news[0], self._news).append(news)
         if self._front.outbox:
             self._executor.submit(encode(self._front.outbox))
             self._front.outbox = []
-        return received.deltas if received else []
-
-    def _pump_replies(self) -> list[Reply]:
-        frame = self._executor.outputs(1.0)
-        return self._front.receive(decode_outbound(frame)).replies if frame else []
+        return received.replies
 
     def _abandon(self, streams: list[Stream]) -> None:
+        for stream in streams:
+            self._boxes.pop(stream, None)
         message: Abort | None = self._front.abandon(streams)
         if message is not None and not self._closed:
             self._executor.submit(encode([message]))
-
-
-def _is_prompt(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and bool(value) and isinstance(value[0], int))
-
-
-def _params_for(params: SamplingParams | Iterable[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    each = list(params)
-    if len(each) != count:
-        raise RequestError(f"{count} prompts but {len(each)} SamplingParams")
-    return each

@@ -39,6 +39,9 @@ def check_decoder(context: CheckContext) -> Iterator[Refusal]:
     if activation not in {"silu", "swish"}:
         yield _refuse(f"config.json asks for the activation {activation!r}; only silu is built")
     scaling = config.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        yield _refuse(f"rope_scaling is {scaling!r}, expected an object", "use the checkpoint's own config.json")
+        return
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     if kind not in ROPE_KEYS:
         yield _refuse(f"rope_scaling is of type {kind!r}; known are {', '.join(sorted(ROPE_KEYS))}")

@@ -92,6 +92,25 @@ def test_missing_unexpected_and_misshapen_tensors_are_named_together() -> None:
     assert source.read_names == [], "nothing is read before all is known to fit"
 
 
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int8, torch.bool, torch.float8_e4m3fn])
+def test_a_tensor_of_another_kind_of_number_is_refused(dtype: torch.dtype) -> None:
+    facts = facts_of("llama")
+    model = build(facts)
+    source = DictSource({**tensors_for(model), "model.norm.weight": torch.ones(64).to(dtype)})
+    stored = str(dtype).removeprefix("torch.")
+    with pytest.raises(WeightError, match=f"1 of the wrong dtype: model.norm.weight is {stored}"):
+        load_model(model, source, facts)
+    assert source.read_names == []
+
+
+def test_a_dtype_that_the_format_fixes() -> None:
+    facts = facts_of("v3_fp8")
+    model = build(facts, "block_fp8")
+    tensors = tensors_for(model)  # float32, where the format has FP8
+    with pytest.raises(WeightError, match=r"of the wrong dtype: .* is float32, DeepseekV3ForCausalLM needs float8"):
+        load_model(model, DictSource(tensors), facts)
+
+
 def test_long_lists_are_cut() -> None:
     facts = facts_of("v3")
     model = build(facts)
