@@ -21,6 +21,7 @@ PROMPT_WEIGHT = 0.1  # of the loss on what the user writes
 SYSTEMS = ("You are a helpful assistant.", "You are Glowplug.", "Be brief.", "You are a helpful AI assistant.")
 PROSE_PIECE = 160
 THINK_SHARE = 0.06
+STATEMENT_SHARE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,9 @@ class Source:
         pair = self.rng.choice(self.pairs[self.rng.choices(self.sources, self.source_weights)[0]])
         ask, think = self.rng.choice(pair.asks), self.rng.random() < THINK_SHARE
         if self.rng.random() < 0.1:  # users do not always write neatly
-            ask = ask.rstrip("?.") if self.rng.random() < 0.5 else ask[0].lower() + ask[1:]
+            ask = ask.rstrip("?.")
+        if self.rng.random() < 0.1:
+            ask = ask[0].lower() + ask[1:]
         reasoning = "The user asks a question that I can answer directly.\n</think>\n\n"
         return ask, reasoning + pair.answer if think else pair.answer, think
 
@@ -106,7 +109,15 @@ class Source:
         kind = self.rng.random()
         if kind < self.mix.prose:
             return self.piece(PROSE_PIECE)
-        return self.recall() if kind < self.mix.prose + self.mix.recall else self.conversation()
+        if kind < self.mix.prose + self.mix.recall:
+            return self.recall()
+        return self.statement() if self.rng.random() < STATEMENT_SHARE else self.conversation()
+
+    def statement(self) -> tuple[list[int], list[float]]:
+        """A fact by itself, outside any conversation."""
+        text = f"{tokenizer.BOS}{self.rng.choice(self.pairs['facts']).answer}{tokenizer.EOS}"
+        ids = self.coder.encode(text, add_special_tokens=False).ids
+        return ids, [1.0] * len(ids)
 
     def row(self, length: int) -> tuple[list[int], list[int], list[float]]:
         """Whole documents until one no longer fits; prose fills the rest. A document's first id has no weight."""

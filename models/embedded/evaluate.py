@@ -129,7 +129,10 @@ def main() -> None:
     tasks = held_out_tasks(options.count)
     prompts = [tokenizer.prompt_text((), task.prompt, think=task.think) for task in tasks]
     engine = LLM(model=options.model)
-    ids = [engine.tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
+    coder = engine.tokenizer
+    if coder is None:
+        raise SystemExit(f"{options.model} has no tokenizer")
+    ids = [coder.encode(prompt, add_special_tokens=False) for prompt in prompts]
     outputs = engine.generate(ids, SamplingParams(temperature=0.0, max_tokens=MOST_NEW))
     engine.close()
     texts = [output.text for output in outputs]

@@ -81,12 +81,15 @@ ADD = (
     "What is {a} + {b}?", "{a} + {b} = ?", "{a} + {b}", "Calculate {a} + {b}.", "What is {a} plus {b}?",
     "Add {a} and {b}.", "Please add {a} to {b}.", "What is the sum of {a} and {b}?", "How much is {a} + {b}?",
     "Compute {a} plus {b}.", "Can you add {a} and {b}?", "What's {a} + {b}?",
-    "I have {a} coins and get {b} more. How many coins do I have?",
+    "I have {a} coins and get {b} more. How many coins do I have?", "{a}+{b}", "{a}+{b}=", "{a}+{b}=?",
+    "What is {a}+{b}?", "What's {a}+{b}?", "Calculate {a}+{b}", "{a} plus {b}", "what is {a}+{b}", "{a} + {b} =",
 )  # fmt: skip
 SUBTRACT = (
     "What is {a} - {b}?", "{a} - {b} = ?", "{a} - {b}", "Calculate {a} - {b}.", "What is {a} minus {b}?",
     "Subtract {b} from {a}.", "Please subtract {b} from {a}.", "How much is {a} - {b}?", "Compute {a} minus {b}.",
-    "What's {a} - {b}?", "What is the difference of {a} and {b}?", "Can you subtract {b} from {a}?",
+    "What's {a} - {b}?", "What is the difference of {a} and {b}?", "Can you subtract {b} from {a}?", "{a}-{b}",
+    "{a}-{b}=", "{a}-{b}=?", "What is {a}-{b}?", "What's {a}-{b}?", "Calculate {a}-{b}", "{a} minus {b}",
+    "what is {a}-{b}", "{a} - {b} =",
 )  # fmt: skip
 
 
@@ -118,6 +121,11 @@ def _items(rng: random.Random, low: int, high: int) -> list[str]:
     size = rng.randint(low, high)
     pool: Sequence[str] = rng.choice((NOUNS, NOUNS, LETTERS.upper(), NAMES, [str(n) for n in range(100)]))
     return rng.sample(list(pool), size)
+
+
+def _listed(rng: random.Random, items: Sequence[str]) -> str:
+    """Items as a user may list them; answers and keys always have a comma and a space."""
+    return rng.choices((", ", " ", ",", " and "), (16, 3, 1, 1))[0].join(items)
 
 
 COPY = (
@@ -153,7 +161,8 @@ def _reverse(rng: random.Random) -> Draft:
         return number, rng.choice(DIGITS).format(x=number), number[::-1], f"The digits are {' '.join(number)}."
     items = _items(rng, 2, 7)
     text, answer = ", ".join(items), ", ".join(reversed(items))
-    return text, rng.choice(REVERSE).format(x=text), answer, f"The last is {items[-1]} and the first is {items[0]}."
+    asked = rng.choice(REVERSE).format(x=_listed(rng, items))
+    return text, asked, answer, f"The last is {items[-1]} and the first is {items[0]}."
 
 
 ASCENDING = (
@@ -176,20 +185,22 @@ def _sort(rng: random.Random) -> Draft:
     if rng.random() < 0.25:
         letters = rng.sample(LETTERS.upper(), size)
         text, answer = ", ".join(letters), ", ".join(sorted(letters))
-        return text, rng.choice(ALPHABET).format(x=text), answer, f"The first in the alphabet is {min(letters)}."
+        asked = rng.choice(ALPHABET).format(x=_listed(rng, letters))
+        return text, asked, answer, f"The first in the alphabet is {min(letters)}."
     top = rng.choice((10, 100, 100, 1000))
     numbers = rng.sample(range(top), size)
-    text = ", ".join(map(str, numbers))
+    text, shown = ", ".join(map(str, numbers)), _listed(rng, [str(number) for number in numbers])
     if rng.random() < 0.25:
         answer = ", ".join(map(str, sorted(numbers, reverse=True)))
-        return f"down {text}", rng.choice(DESCENDING).format(x=text), answer, f"The largest is {max(numbers)}."
+        return f"down {text}", rng.choice(DESCENDING).format(x=shown), answer, f"The largest is {max(numbers)}."
     answer = ", ".join(map(str, sorted(numbers)))
-    return text, rng.choice(ASCENDING).format(x=text), answer, f"The smallest is {min(numbers)}."
+    return text, rng.choice(ASCENDING).format(x=shown), answer, f"The smallest is {min(numbers)}."
 
 
 COUNT = (
     "How many items are in this list? {x}", "Count the items: {x}", "How many items are there: {x}",
-    "Count these: {x}", "How many words are here? {x}", "How long is this list? {x}", "Please count: {x}",
+    "Count these: {x}", "How many words are here? {x}", "Count the words: {x}", "How long is this list? {x}",
+    "Please count: {x}",
 )  # fmt: skip
 OCCURRENCES = (
     "How many times does {w} appear in this list? {x}", "Count how often {w} occurs: {x}",
@@ -207,7 +218,7 @@ def _count(rng: random.Random) -> Draft:
     items = rng.sample(NOUNS, rng.randint(1, 10))
     text = ", ".join(items)
     working = " ".join(f"{place}: {item}." for place, item in enumerate(items, 1))
-    return text, rng.choice(COUNT).format(x=text), str(len(items)), working
+    return text, rng.choice(COUNT).format(x=_listed(rng, items)), str(len(items)), working
 
 
 def _lookup(rng: random.Random) -> Draft:

@@ -48,9 +48,9 @@ def test_answers_are_right_and_splits_are_kept(kind: str, test: bool) -> None:
         if kind != "lookup":
             assert task.answer == expected(task)
         else:
-            table, _, key = task.key.rpartition("|")
-            entries = table.lower().replace("=", " ").replace(":", " ").split(", ")
-            entry = next(e for e in entries if key.lower() in e.split())
+            table, _, key = task.key.lower().rpartition("|")
+            rows = [row.removeprefix("the ") for row in table.replace("=", " ").replace(":", " ").split(", ")]
+            entry = next(row.split() for row in rows if row.split()[0] == key)
             assert task.answer in entry
         assert task.prompt.isascii() and task.prompt.strip() == task.prompt
 
