@@ -11,10 +11,15 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
+    import argparse
+
     from glowplug.core.component import CheckContext, Component
     from glowplug.core.errors import Refusal
-    from glowplug.core.facts import ModelFacts
+    from glowplug.core.facts import Facts, ModelFacts
+    from glowplug.core.observe import StepObserver
     from glowplug.core.plan import EnginePlan
+    from glowplug.core.protocols import Worker
+    from glowplug.core.tokenizer import Tokenizer
 
 PROJECT = "glowplug"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -113,7 +118,7 @@ def read_model_facts(path: Path) -> ModelFacts | None:
 
 
 @hookspec(firstresult=True)
-def open_tokenizer(path: Path, facts: ModelFacts) -> Any:
+def open_tokenizer(path: Path, facts: ModelFacts) -> Tokenizer | None:
     """A tokenizer (``core/tokenizer.py``'s protocol) for the model at ``path``. None: not this plugin's format."""
 
 
@@ -121,7 +126,7 @@ def open_tokenizer(path: Path, facts: ModelFacts) -> Any:
 
 
 @hookspec
-def contribute_defaults(facts: Any) -> dict[str, Any]:  # type: ignore[empty-body]
+def contribute_defaults(facts: Facts) -> dict[str, Any]:  # type: ignore[empty-body]
     """Values by dotted config path that replace built-in defaults for these facts; the operator's always win."""
 
 
@@ -139,17 +144,17 @@ def plan_ready(plan: EnginePlan) -> None:
 
 
 @hookspec
-def worker_started(worker: Any, plan: EnginePlan) -> None:
+def worker_started(worker: Worker, plan: EnginePlan) -> None:
     """A rank has built its engine and is about to report Ready."""
 
 
 @hookspec
-def worker_stopping(worker: Any) -> None:
+def worker_stopping(worker: Worker) -> None:
     """A rank is about to end and serves no more; its graphs and collectives still stand. Not called on a kill."""
 
 
 @hookspec
-def step_observers(worker: Any, plan: EnginePlan) -> list[Any]:  # type: ignore[empty-body]
+def step_observers(worker: Worker, plan: EnginePlan) -> list[StepObserver]:  # type: ignore[empty-body]
     """Observers (``core/observe.py``) to be called directly, not through hooks, after each step."""
 
 
@@ -158,9 +163,9 @@ def step_observers(worker: Any, plan: EnginePlan) -> list[Any]:  # type: ignore[
 
 @hookspec
 def extend_app(app: Any, plan: EnginePlan) -> None:
-    """Add routes to the server's FastAPI app. Every route is authenticated unless listed open in the config."""
+    """Add routes to ``app``, the server's FastAPI. Every route is authenticated unless listed open in the config."""
 
 
 @hookspec
-def extend_cli(commands: Any) -> None:
+def extend_cli(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add sub-commands to ``glowplug`` (argparse sub-parsers)."""

@@ -84,7 +84,7 @@ def _plugin_command(name: str, words: Sequence[str]) -> int:
 
     parser = Parser(prog="glowplug")
     commands = parser.add_subparsers(dest="command", parser_class=Parser)
-    load_plugins().hook.extend_cli(commands=commands)
+    load_plugins().call_each("extend_cli", commands=commands)
     if name not in commands.choices:
         close = difflib.get_close_matches(name, [*COMMANDS, *commands.choices], 1, 0.6)
         hint = f", did you mean {close[0]!r}?" if close else ""

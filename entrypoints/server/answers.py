@@ -5,7 +5,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import orjson
 from starlette.requests import Request
@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from glowplug.core.errors import RequestError
+from glowplug.entrypoints.delta import Delta
 from glowplug.entrypoints.server.errors import from_exception
 from glowplug.entrypoints.server.metrics import Metrics
 
@@ -33,6 +34,41 @@ def event(value: object) -> bytes:
 
 def json_response(value: object, headers: dict[str, str] | None = None) -> Response:
     return Response(orjson.dumps(value), headers=headers, media_type="application/json")
+
+
+class WholeAnswer(Protocol):
+    """Collects the deltas of all choices into one body."""
+
+    def add(self, index: int, delta: Delta) -> None: ...
+
+    def body(self) -> dict[str, Any]: ...
+
+
+class Chunks(Protocol):
+    """Turns each delta into server-sent events; b"" when there is nothing to send yet."""
+
+    def add(self, index: int, delta: Delta) -> bytes: ...
+
+    def end(self) -> bytes: ...
+
+
+Deltas = AsyncGenerator[tuple[int, Delta], None]  #: (choice, what it got)
+
+
+async def collected(deltas: Deltas, answer: WholeAnswer) -> dict[str, Any]:
+    async with aclosing(deltas) as source:
+        async for index, delta in source:
+            answer.add(index, delta)
+    return answer.body()
+
+
+async def streamed(deltas: Deltas, chunks: Chunks) -> AsyncGenerator[bytes, None]:
+    async with aclosing(deltas) as source:
+        async for index, delta in source:
+            data = chunks.add(index, delta)
+            if data:
+                yield data
+    yield chunks.end()
 
 
 async def _gone(receive: Receive) -> None:

@@ -37,7 +37,7 @@ def create_app(plan: EnginePlan, client: EngineClient, tokenizer: Tokenizer | No
                               responses=route.responses(), openapi_extra=route.request())
     app.add_api_route("/openapi.json", _openapi_route(app), methods=["GET"], include_in_schema=False)
     if plugins is not None:
-        plugins.hook.extend_app(app=app, plan=plan)
+        plugins.call_each("extend_app", app=app, plan=plan)
     auth.require_guarded(app)
     errors.install(app)
     install_schema(app, list(dict.fromkeys(route.body for route in ROUTES if route.body is not None)))

@@ -1,20 +1,17 @@
 """``POST /v1/chat/completions``."""
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import Depends, Request
 from starlette.responses import Response
 
 from glowplug.core.errors import RequestError
 from glowplug.entrypoints.server import prompts
-from glowplug.entrypoints.server.answers import EventStream, json_response, unless_gone
+from glowplug.entrypoints.server.answers import EventStream, collected, json_response, streamed, unless_gone
 from glowplug.entrypoints.server.body import body_of
 from glowplug.entrypoints.server.chat_text import ChatChunks, WholeChat
 from glowplug.entrypoints.server.context import Context, get_context
-from glowplug.entrypoints.server.jobs import Job
 from glowplug.entrypoints.server.protocol.chat import ChatRequest
 from glowplug.entrypoints.server.requests import openai_job, warnings
 from glowplug.entrypoints.server.sampling import openai_params
@@ -33,9 +30,9 @@ async def chat(request: Request, body: Annotated[ChatRequest, Depends(body_of(Ch
     tail = await _tail(context, prompt)
     if body.stream:
         chunks = ChatChunks(context, body, prompt, job.rid, tail)
-        return EventStream(_stream(context, job, chunks), context.metrics, context.options.stall_timeout, headers)
+        return EventStream(streamed(job.run(context), chunks), context.metrics, context.options.stall_timeout, headers)
     whole = WholeChat(context, body, prompt, job.rid, tail)
-    return json_response(await unless_gone(request, context.metrics, _whole(context, job, whole)), headers)
+    return json_response(await unless_gone(request, context.metrics, collected(job.run(context), whole)), headers)
 
 
 def _default_tokens(context: Context, prompt: prompts.Prompt) -> int | None:
@@ -51,19 +48,3 @@ async def _tail(context: Context, prompt: prompts.Prompt) -> str:
     if context.tokenizer is None or not context.parsers:
         return ""
     return await context.texts.decode(prompt.ids[-prompts.TAIL:], skip_special_tokens=False)
-
-
-async def _whole(context: Context, job: Job, answer: WholeChat) -> dict[str, Any]:
-    async with aclosing(job.run(context)) as source:
-        async for index, delta in source:
-            answer.add(index, delta)
-    return answer.body()
-
-
-async def _stream(context: Context, job: Job, chunks: ChatChunks) -> AsyncGenerator[bytes, None]:
-    async with aclosing(job.run(context)) as source:
-        async for index, delta in source:
-            data = chunks.add(index, delta)
-            if data:
-                yield data
-    yield chunks.end()

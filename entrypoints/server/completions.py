@@ -1,9 +1,7 @@
 """``POST /v1/completions``."""
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import Depends, Request
 from starlette.responses import Response
@@ -11,11 +9,10 @@ from starlette.responses import Response
 from glowplug.core.errors import RequestError
 from glowplug.core.request import SamplingParams
 from glowplug.entrypoints.server import prompts
-from glowplug.entrypoints.server.answers import EventStream, json_response, unless_gone
+from glowplug.entrypoints.server.answers import EventStream, collected, json_response, streamed, unless_gone
 from glowplug.entrypoints.server.body import body_of
 from glowplug.entrypoints.server.completion_text import CompletionChunks, WholeCompletion
 from glowplug.entrypoints.server.context import Context, get_context
-from glowplug.entrypoints.server.jobs import Job
 from glowplug.entrypoints.server.protocol.completions import CompletionRequest
 from glowplug.entrypoints.server.requests import openai_job, warnings
 from glowplug.entrypoints.server.sampling import openai_params
@@ -37,9 +34,9 @@ async def completions(request: Request, body: Annotated[CompletionRequest, Depen
     echoed = await _echoed(context, body, given)
     if body.stream:
         chunks = CompletionChunks(context, body, given, echoed, job.rid)
-        return EventStream(_stream(context, job, chunks), context.metrics, context.options.stall_timeout, headers)
+        return EventStream(streamed(job.run(context), chunks), context.metrics, context.options.stall_timeout, headers)
     whole = WholeCompletion(context, body, given, echoed, job.rid)
-    return json_response(await unless_gone(request, context.metrics, _whole(context, job, whole)), headers)
+    return json_response(await unless_gone(request, context.metrics, collected(job.run(context), whole)), headers)
 
 
 def _params(context: Context, body: CompletionRequest, prompt: prompts.Prompt) -> SamplingParams:
@@ -59,19 +56,3 @@ async def _echoed(context: Context, body: CompletionRequest, given: list[prompts
     return [prompt.text if prompt.text is not None
             else await context.texts.decode(prompt.ids, skip_special_tokens=body.skip_special_tokens)
             for prompt in given]
-
-
-async def _whole(context: Context, job: Job, answer: WholeCompletion) -> dict[str, Any]:
-    async with aclosing(job.run(context)) as source:
-        async for index, delta in source:
-            answer.add(index, delta)
-    return answer.body()
-
-
-async def _stream(context: Context, job: Job, chunks: CompletionChunks) -> AsyncGenerator[bytes, None]:
-    async with aclosing(job.run(context)) as source:
-        async for index, delta in source:
-            data = chunks.add(index, delta)
-            if data:
-                yield data
-    yield chunks.end()

@@ -124,11 +124,8 @@ def test_open_routes_can_be_closed() -> None:
 class PluginSet:
     """As much of one as the app asks for: a hook that adds a route."""
 
-    @property
-    def hook(self) -> PluginSet:
-        return self
-
-    def extend_app(self, app: FastAPI, plan: EnginePlan) -> None:
+    def call_each(self, hook: str, *, app: FastAPI, plan: EnginePlan) -> None:
+        assert hook == "extend_app"
         router = APIRouter(prefix="/mine")
         router.add_api_route("/health", nothing)  # named like an open route, but not one
         app.include_router(router)
