@@ -39,7 +39,7 @@ def _fake_quantize_few(x: Tensor) -> Tensor:
     NOTE: in numpy, whose calls cost half of torch's: it runs before every product, and on a few tokens the calls are
     all that it costs.
     """
-    groups = x.numpy().reshape(x.shape[0], -1, BLOCK)
+    groups = x.numpy().reshape(x.shape[0], x.shape[1] // BLOCK, BLOCK)
     scales = np.abs(groups).max(-1, keepdims=True, initial=TINY)
     scales /= np.float32(E4M3_MAX)
     values = groups / scales
@@ -55,8 +55,8 @@ def _fake_quantize_few(x: Tensor) -> Tensor:
 def _groups(x: Tensor) -> Tensor:
     """x [T, K] -> float32 [T, ceil(K / 128), 128], zero-padded."""
     ragged = -x.shape[-1] % BLOCK
-    x = x.float()
-    return (F.pad(x, (0, ragged)) if ragged else x).reshape(x.shape[0], -1, BLOCK)
+    x = F.pad(x.float(), (0, ragged)) if ragged else x.float()
+    return x.reshape(x.shape[0], x.shape[1] // BLOCK, BLOCK)
 
 
 def _scales(groups: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def fake_quantize_tokens(x: Tensor) -> Tensor:
         return _fake_quantize_few(x)
     groups = _groups(x)
     scales = _scales(groups)
-    values = round_e4m3(groups / scales).mul_(scales).view(x.shape[0], -1)
+    values = round_e4m3(groups / scales).mul_(scales).flatten(-2)
     return (values if values.shape[1] == x.shape[1] else values[:, : x.shape[1]]).to(x.dtype)
 
 

@@ -29,7 +29,7 @@ def topk_softmax(
     """DeepSeek-V2: softmax scores; a group counts as much as its best expert ("group_limited_greedy")."""
     scores = logits.softmax(-1, dtype=torch.float32)
     if topk_groups < groups:
-        by_group = scores.view(scores.shape[0], groups, -1)
+        by_group = scores.view(scores.shape[0], groups, scores.shape[1] // groups)
         _leave_out(by_group, by_group.amax(-1), topk_groups, 0.0)
     weights, ids = scores.topk(k, dim=-1, sorted=False)
     return _finish(weights, renormalize, scale), ids
@@ -46,7 +46,7 @@ def topk_sigmoid(
     scores = logits.sigmoid()
     choice = scores + bias
     if topk_groups < groups:
-        by_group = choice.view(choice.shape[0], groups, -1)
+        by_group = choice.view(choice.shape[0], groups, choice.shape[1] // groups)
         best_two = by_group.topk(2, dim=-1, sorted=False).values
         _leave_out(by_group, best_two.sum(-1), topk_groups, float("-inf"))
     ids = choice.topk(k, dim=-1, sorted=False).indices
