@@ -6,18 +6,20 @@ value = stored * scale.
 """
 from __future__ import annotations
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from glowplug.kernels import few
+from glowplug.kernels.activation import silu_and_mul
+from glowplug.kernels.few import TINY
+from glowplug.kernels.norm import rms_norm
 
 BLOCK = 128
 E4M3_MAX = 448.0
 E4M3_SMALLEST_EXPONENT = 2.0**-6  #: below it the grid stays 2^-9 wide (subnormals)
 EXPONENT_BITS = 0x7F800000  #: of a float32
 ROUNDING = 1.5 * 2.0**20  #: keeps 3 of a float32's 23 mantissa bits when added to its power of two and taken away
-FEW = 1 << 14  #: elements up to which numpy's cheaper calls beat torch's threads
-TINY = 1e-10  #: smallest absolute maximum of a group, as in the published activation kernel
 
 
 def round_e4m3(x: Tensor) -> Tensor:
@@ -31,25 +33,6 @@ def round_e4m3(x: Tensor) -> Tensor:
     magic = (x.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
     magic = magic.clamp_(min=E4M3_SMALLEST_EXPONENT).mul_(ROUNDING)
     return (x + magic).sub_(magic)
-
-
-def _fake_quantize_few(x: Tensor) -> Tensor:
-    """:func:`fake_quantize_tokens` of a small float32 CPU tensor of whole groups, bit for bit.
-
-    NOTE: in numpy, whose calls cost half of torch's: it runs before every product, and on a few tokens the calls are
-    all that it costs.
-    """
-    groups = x.numpy().reshape(x.shape[0], x.shape[1] // BLOCK, BLOCK)
-    scales = np.abs(groups).max(-1, keepdims=True, initial=TINY)
-    scales /= np.float32(E4M3_MAX)
-    values = groups / scales
-    magic = (values.view(np.int32) & np.int32(EXPONENT_BITS)).view(np.float32)
-    np.maximum(magic, np.float32(E4M3_SMALLEST_EXPONENT), out=magic)
-    magic *= np.float32(ROUNDING)
-    values += magic
-    values -= magic
-    values *= scales
-    return torch.from_numpy(values.reshape(x.shape))
 
 
 def _groups(x: Tensor) -> Tensor:
@@ -74,12 +57,26 @@ def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def fake_quantize_tokens(x: Tensor) -> Tensor:
     """x [T, K] -> the values that :func:`quantize_tokens` stores, in x's dtype."""
-    if x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() <= FEW and x.shape[1] % BLOCK == 0:
-        return _fake_quantize_few(x)
+    if few.is_few(x) and x.shape[1] % BLOCK == 0:
+        return torch.from_numpy(few.round_into_e4m3(x.numpy().copy()))
     groups = _groups(x)
     scales = _scales(groups)
     values = round_e4m3(groups / scales).mul_(scales).flatten(-2)
     return (values if values.shape[1] == x.shape[1] else values[:, : x.shape[1]]).to(x.dtype)
+
+
+def rms_norm_rounded(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``fake_quantize_tokens(rms_norm(x, weight, eps))``."""
+    if few.is_few(x) and x.shape[1] % BLOCK == 0:
+        return torch.from_numpy(few.round_into_e4m3(few.rms_norm(x.numpy(), weight.numpy(), eps)))
+    return fake_quantize_tokens(rms_norm(x, weight, eps))
+
+
+def silu_and_mul_rounded(x: Tensor) -> Tensor:
+    """``fake_quantize_tokens(silu_and_mul(x))``."""
+    if few.is_few(x) and x.shape[1] % (2 * BLOCK) == 0:
+        return torch.from_numpy(few.round_into_e4m3(few.silu_and_mul(x.numpy())))
+    return fake_quantize_tokens(silu_and_mul(x))
 
 
 def _block_index(size: int, offset: int, device: torch.device) -> Tensor:

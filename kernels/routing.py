@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from glowplug.kernels import few
+
 
 def _leave_out(scores: Tensor, group_scores: Tensor, topk_groups: int, value: float) -> None:
     """Overwrite with ``value`` the scores [T, groups, experts a group] of all but the best groups."""
@@ -43,6 +45,9 @@ def topk_sigmoid(
 
     bias float32 [E]. A group counts as much as its two best experts together.
     """
+    if few.is_few(logits):
+        found = few.topk_sigmoid(logits.numpy(), bias.numpy(), k, groups, topk_groups, renormalize, scale)
+        return torch.from_numpy(found[0]), torch.from_numpy(found[1])
     scores = logits.sigmoid()
     choice = scores + bias
     if topk_groups < groups:

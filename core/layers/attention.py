@@ -65,8 +65,9 @@ class MlaAttention(Module):
         super().finalize()
         self._kv_weight = self.kv_b.dense().t()
         weight = self._kv_weight.t().view(self.heads, self.nope_dim + self.v_dim, self.lora_rank)
-        self.w_uk = weight[:, : self.nope_dim]
-        self.w_uv = weight[:, self.nope_dim :].transpose(1, 2)
+        # NOTE: copies, because heads interleaved with a stride of several KB cost a CPU twice the time.
+        self.w_uk = weight[:, : self.nope_dim].contiguous()
+        self.w_uv = weight[:, self.nope_dim :].transpose(1, 2).contiguous()
 
     def expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """latent [N, lora_rank] -> k_nope [N, H, nope_dim], v [N, H, v_dim].
@@ -77,7 +78,7 @@ class MlaAttention(Module):
         return both[..., : self.nope_dim], both[..., self.nope_dim :]
 
     def forward(self, x: Any, at: object) -> Tensor:
-        first, latent, k_rope = torch.split(self.input_proj.forward(x), self._split, dim=-1)
+        first, latent, k_rope = self.input_proj.forward(x).split_with_sizes(self._split, dim=-1)
         query = first if self.q_norm is None else self.q_b.forward(self.q_norm.forward(first))
         query = query.view(-1, self.heads, self.nope_dim + self.rope_dim)
         q_rope, k_rope = self._rope(query[..., self.nope_dim :], k_rope.unsqueeze(1), at)

@@ -10,6 +10,8 @@ SCRATCH_PAGE = 0  #: never handed out: padding rows and unused page-table entrie
 class PageAllocator:
     """Hands out pages 1 to ``num_pages - 1``, the last given back first.
 
+    Pages taken or given together keep their order: sequences tend to get neighbours, which attention reads in place.
+
     Args:
         num_pages: pages of the pool, the scratch page included.
         check: verify every ``give``; ValueError for a page that is foreign, free already or given twice.
@@ -38,7 +40,7 @@ class PageAllocator:
         if count > self._top:
             return None
         self._top -= count
-        pages = self._stack[self._top : self._top + count].copy()
+        pages = self._stack[self._top : self._top + count][::-1].copy()
         if self._taken is not None:
             self._taken[pages] = True
         return pages
@@ -49,7 +51,7 @@ class PageAllocator:
             self._verify(pages, self._taken)
             self._taken[pages] = False
         count = len(pages)
-        self._stack[self._top : self._top + count] = pages
+        self._stack[self._top : self._top + count] = pages[::-1]
         self._top += count
 
     def _verify(self, pages: NDArray[np.int32], taken: NDArray[np.bool_]) -> None:

@@ -46,7 +46,8 @@ class Group:
         unpad: int64 [tokens] the padded query of each token; None likewise.
         slots: int64 [R * L] cache slots of the keys; None when the keys are the group's own tokens, causally. Beyond a
             row's end it repeats the row's first slot: no slot of another sequence is ever read.
-        bias: [R, W, L], 0 where the query sees the key and -inf elsewhere; None with ``slots``.
+        span: first cache slot of a single row whose keys lie side by side, read in place instead of by ``slots``.
+        bias: [R, W, L], 0 where the query sees the key and -inf elsewhere; None for the group's own tokens.
     """
 
     first: int
@@ -58,6 +59,7 @@ class Group:
     pad: Tensor | None = None
     unpad: Tensor | None = None
     slots: Tensor | None = None
+    span: int | None = None
     bias: Tensor | None = None
 
     def take(self, x: Tensor) -> Tensor:
@@ -77,6 +79,8 @@ class Group:
 
     def gather(self, pool: Tensor) -> Tensor:
         """Keys from pool [slots, ...] -> [R, L, ...]."""
+        if self.span is not None:
+            return pool[self.span : self.span + self.length].unsqueeze(0)
         assert self.slots is not None
         return pool.index_select(0, self.slots).view(self.rows, self.length, *pool.shape[1:])
 
@@ -190,8 +194,26 @@ def _slots(batch: Batch, page_size: int, low: int, high: int, length: int) -> Te
     return slots[:, :length]
 
 
+def _span(batch: Batch, page_size: int, low: int, high: int) -> int | None:
+    """First slot of a single row of one query whose pages are neighbours in ascending order; None for all others.
+
+    On the CPU only, where the device's own lengths and pages can be read without waiting.
+    """
+    if high - low > 1 or batch.query_lens[low] != 1 or not batch.page_table.is_cpu:
+        return None
+    pages = batch.page_table[low].numpy()[: -(-int(batch.kv_lens_device[low]) // page_size)]
+    if not len(pages) or (pages[1:] - pages[:-1] != 1).any():
+        return None
+    return int(pages[0]) * page_size
+
+
 def _with_keys(group: Group, batch: Batch, page_size: int, low: int, high: int, dtype: torch.dtype) -> Group:
-    """Fill ``slots`` and ``bias``."""
+    """Fill ``slots`` or ``span``, and ``bias``."""
+    group.span = _span(batch, page_size, low, high)
+    if group.span is not None:
+        group.length = int(batch.kv_lens_device[low])
+        group.bias = torch.zeros(1, 1, group.length, dtype=dtype, device=batch.page_table.device)
+        return group
     slots = _slots(batch, page_size, low, high, group.length)
     lens = batch.kv_lens_device[low:high].long().unsqueeze(-1)
     keys = torch.arange(group.length, device=slots.device)

@@ -59,7 +59,7 @@ class TorchMha:
             query = group.take(q)
             if isinstance(group, LongRow):
                 part = self._long(group, query, group.take(k), group.take(v), layer)
-            elif group.slots is None:
+            elif group.bias is None:
                 part = group.unpack(mha.attend_causal(
                     group.pack(query), group.pack(group.take(k)), group.pack(group.take(v)), layer.scale))
             else:

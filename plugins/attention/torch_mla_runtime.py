@@ -61,7 +61,7 @@ class TorchMla:
                 part = self._long(group, *query, group.take(latent), group.take(k_rope), layer)
             elif group.decode and self._absorb:
                 part = self._absorbed(group, *query, pool, layer)
-            elif group.slots is None:
+            elif group.bias is None:
                 part = self._own(group, *query, group.take(latent), group.take(k_rope), layer)
             else:
                 part = self._expanded(group, *query, pool, layer)

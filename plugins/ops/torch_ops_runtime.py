@@ -52,13 +52,13 @@ def _fp8_values(x: Tensor) -> Quantized:
 
 
 def _rms_norm_fp8(x: Tensor, weight: Tensor, eps: float) -> Quantized:
-    return _fp8_values(norm.rms_norm(x, weight, eps))
+    return Quantized(fp8.rms_norm_rounded(x, weight, eps))
 
 
 def _add_rms_norm_fp8(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Quantized, Tensor]:
-    normed, residual = norm.add_rms_norm(x, residual, weight, eps)
-    return _fp8_values(normed), residual
+    residual = residual + x
+    return Quantized(fp8.rms_norm_rounded(residual, weight, eps)), residual
 
 
 def _silu_and_mul_fp8(x: Tensor) -> Quantized:
-    return _fp8_values(activation.silu_and_mul(x))
+    return Quantized(fp8.silu_and_mul_rounded(x))

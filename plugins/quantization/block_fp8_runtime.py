@@ -145,7 +145,7 @@ class Fp8Experts(DenseExperts):
             yield from BlockWeight(name, full, index, held.t(), self._native).targets()
 
     def activate(self, hidden: Tensor) -> Tensor:
-        return _on_grid(silu_and_mul(hidden), self.input_format)
+        return silu_and_mul(hidden) if self.input_format == "plain" else fp8.silu_and_mul_rounded(hidden)
 
     def apply(self, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor:
         return super().apply(_on_grid(x, self.input_format), ids, weights)

@@ -178,20 +178,20 @@ def test_producers_ask_their_readers() -> None:
 
 def test_a_mixture_rounds_its_input_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The routed and the shared expert read one rounded tensor."""
-    from glowplug.kernels import fp8
+    from glowplug.kernels import few
 
     facts = facts_of("v3_fp8")
     model, context = build_model(facts, random_tensors(facts, "block_fp8"),
                                  build_context(facts, quantization="block_fp8"))
     mixture: Any = model.layers[1].feed_forward  # type: ignore[attr-defined]
     rounded: list[int] = []
-    real = fp8.fake_quantize_tokens
+    real = few.round_into_e4m3
 
-    def spy(x: Tensor) -> Tensor:
+    def spy(x: few.Floats) -> few.Floats:
         rounded.append(x.shape[1])
         return real(x)
 
-    monkeypatch.setattr(fp8, "fake_quantize_tokens", spy)
+    monkeypatch.setattr(few, "round_into_e4m3", spy)
     mixture.forward(torch.randn(4, facts.hidden_size))
     assert rounded.count(facts.hidden_size) == 3  # the input once, and two inner activations of the same width
     assert len(rounded) == 3

@@ -1,0 +1,53 @@
+"""A few tokens on the CPU go through numpy: the same as torch's way, which the same functions take without it."""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from glowplug.kernels import few, fp8
+from glowplug.kernels.activation import silu_and_mul
+from glowplug.kernels.norm import rms_norm
+from glowplug.kernels.routing import topk_sigmoid
+
+WEIGHT = torch.rand(256, generator=torch.Generator().manual_seed(1)) + 0.5
+BIAS = torch.rand(256, generator=torch.Generator().manual_seed(2))
+
+
+def gate(groups: int, topk_groups: int, renormalize: bool) -> Callable[[Tensor], Tensor]:
+    """Weights by expert, so that the order of the choice does not matter."""
+
+    def run(x: Tensor) -> Tensor:
+        weights, ids = topk_sigmoid(x, BIAS, 6, groups, topk_groups, renormalize, 2.5)
+        return torch.zeros_like(x).scatter_(1, ids, weights)
+
+    return run
+
+
+@pytest.mark.parametrize("function", [
+    silu_and_mul, lambda x: rms_norm(x, WEIGHT, 1e-6), gate(1, 1, False), gate(8, 3, True), gate(128, 30, True)])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_as_torch(function: Callable[[Tensor], Tensor], tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(tokens, 256, generator=torch.Generator().manual_seed(tokens)) * 4
+    x[0, :2] = torch.tensor([-200.0, 200.0])  # exp of either overflows one way
+    found = function(x)
+    monkeypatch.setattr(few, "FEW", 0)
+    torch.testing.assert_close(found, function(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_fused_rounding_is_the_two_steps_bit_for_bit(tokens: int) -> None:
+    x = torch.randn(tokens, 256, generator=torch.Generator().manual_seed(tokens))
+    before = x.clone()
+    assert torch.equal(fp8.rms_norm_rounded(x, WEIGHT, 1e-6), fp8.fake_quantize_tokens(rms_norm(x, WEIGHT, 1e-6)))
+    assert torch.equal(fp8.silu_and_mul_rounded(x), fp8.fake_quantize_tokens(silu_and_mul(x)))
+    assert torch.equal(x, before), "the input is not overwritten"
+
+
+def test_rounding_few_is_rounding_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(9, 384, generator=torch.Generator().manual_seed(3)) * torch.logspace(-30, 30, 9).unsqueeze(1)
+    found = fp8.fake_quantize_tokens(x)
+    monkeypatch.setattr(few, "FEW", 0)
+    assert torch.equal(found, fp8.fake_quantize_tokens(x))
