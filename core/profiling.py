@@ -1,6 +1,7 @@
 """A torch profiler that requests can switch on and off; writes Chrome traces under one directory.
 
-The directory is ``GLOWPLUG_PROFILE_DIR`` (a debug switch) or ``./profiles``. A request names a label, never a path.
+The directory is ``GLOWPLUG_PROFILE_DIR`` or ``SGLANG_TORCH_PROFILER_DIR`` (debug switches), else ``./profiles``.
+A request names a label, never a path.
 """
 from __future__ import annotations
 
@@ -15,6 +16,12 @@ import torch
 from glowplug.core.errors import RequestError
 
 LABEL = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+def profile_folder() -> Path:
+    """Where this process writes traces."""
+    named = os.environ.get("GLOWPLUG_PROFILE_DIR") or os.environ.get("SGLANG_TORCH_PROFILER_DIR")
+    return Path(named or "profiles")
 
 
 class Profiler:
@@ -47,7 +54,7 @@ class Profiler:
             raise RequestError("no profile is running")
         active, self._active = self._active, None
         active.stop()
-        folder = Path(os.environ.get("GLOWPLUG_PROFILE_DIR") or "profiles")
+        folder = profile_folder()
         name = f"{self._label}-rank{self.rank}-{int(time.time())}.json"
         try:
             folder.mkdir(parents=True, exist_ok=True)

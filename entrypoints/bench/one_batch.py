@@ -78,9 +78,11 @@ def _run(args: argparse.Namespace, config: dict[str, Any], shapes: list[tuple[in
 
 def _trace(llm: LLM, prompts: list[list[int]], output: int) -> None:
     """One more run under the profiler. NOTE: never one of the measured runs, which tracing would slow down."""
+    from glowplug.core.profiling import profile_folder  # here, since it needs torch
+
     llm.control("profile_start", label=f"one-batch-{len(prompts)}-{len(prompts[0])}-{output}")
     run_static_batch(llm, prompts, output)
-    print("trace:", llm.control("profile_stop")["file"])
+    print("trace:", profile_folder() / llm.control("profile_stop")["file"])
 
 
 def show(times: BatchTimes, every: int) -> None:

@@ -43,6 +43,11 @@ def sanitise(message: str) -> str:
     return _PATH.sub("[...]", line)[:MAX_MESSAGE]
 
 
+def _shown(path: str) -> str:
+    """A requested path, spelled so that it is not taken for a file's: ``v1/embeddings``."""
+    return path[:256].strip("/") or "/"
+
+
 def error_body(message: str, status: int, *, param: str | None = None, code: str | None = None) -> bytes:
     """The OpenAI error object as JSON bytes."""
     detail = {"message": sanitise(message), "type": _TYPES.get(status, "server_error"), "param": param, "code": code}
@@ -108,7 +113,7 @@ def install(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        message = {404: f"no such route: {request.method} {request.url.path[:256]}",
+        message = {404: f"no such route: {request.method} {_shown(request.url.path)}",
                    405: f"method {request.method} is not allowed here"}.get(error.status_code, str(error.detail))
         return error_response(message, error.status_code, headers=error.headers)
 

@@ -61,9 +61,10 @@ def make_job(request: Request, context: Context, rid: str, prompts: list[Prompt]
              n: int = 1, priority: int = 0, salt: str = "") -> Job:
     """As :func:`openai_job`, from plain values."""
     context.require_ready()
-    if n * len(prompts) > context.options.max_choices:
-        raise RequestError(f"n x prompts is {n * len(prompts)}, and at most {context.options.max_choices} are allowed",
-                           param="n")
+    sizes = context.plan.sizes
+    most = min(context.options.max_choices, sizes.max_running + sizes.max_queued)  # more would never find room
+    if n * len(prompts) > most:
+        raise RequestError(f"n x prompts is {n * len(prompts)}, and at most {most} are allowed", param="n")
     for prompt, one in zip(prompts, params, strict=True):
         context.client.check_request(prompt.ids, one)
     context.metrics.requests.inc()

@@ -125,3 +125,15 @@ def test_after_close_everything_says_so(tmp_path: Path) -> None:
     for late in (lambda: one.generate([[1]]), lambda: one.control("info"), one.poll, lambda: list(stream)):
         with pytest.raises(EngineDead, match="closed"):
             late()
+
+
+@pytest.mark.parametrize("name", ["GLOWPLUG_PROFILE_DIR", "SGLANG_TORCH_PROFILER_DIR"])
+def test_traces_go_where_the_environment_says(llm: LLM, name: str, tmp_path: Path,
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, str(tmp_path / "traces"))
+    llm.control("profile_start", label="qa")
+    llm.generate("x", GREEDY)
+    trace = tmp_path / "traces" / llm.control("profile_stop")["file"]
+    assert json.loads(trace.read_text())["traceEvents"]
+    with pytest.raises(RequestError, match="label"):
+        llm.control("profile_start", label="../../etc/x")

@@ -13,7 +13,7 @@ from tests.source_tree import ROOT, dotted, name_of, sources, tree
 
 #: files that may touch the environment, and why
 ENVIRONMENT_ACCESS = {
-    "core/profiling.py",  # GLOWPLUG_PROFILE_DIR, a debug switch
+    "core/profiling.py",  # GLOWPLUG_PROFILE_DIR and its SGLang name, debug switches
     "core/configfile.py",  # "${NAME}" in the operator's own file
     "core/machine.py",  # CUDA_VISIBLE_DEVICES: which devices the driver gives this process
     "core/facts_read.py",  # HF_HOME: where the hub's own tools keep downloaded models
