@@ -28,7 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @asynccontextmanager
 async def client_for(folder: Path, **config: Any) -> AsyncIterator[EngineClient]:
     plugins = load_plugins()
-    plan = make_plan({"model": str(folder), "weights": {"use": "random"}, "skip_tokenizer": True, **config},
+    plan = make_plan({"model": str(folder), "weights": {"use": "random"}, "skip_tokenizer": True, "device": "cpu",
+                      **config},
                      plugins=plugins)
     client = EngineClient(plan, None, ())
     try:

@@ -18,7 +18,8 @@ LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 
 
 def engine(folder: Path, **config: Any) -> LLM:
-    base: dict[str, Any] = {"weights": {"use": "random"}, "skip_tokenizer": True, "executor": {"use": "multiprocess"}}
+    base: dict[str, Any] = {"weights": {"use": "random"}, "skip_tokenizer": True, "device": "cpu",
+                            "executor": {"use": "multiprocess"}}
     return LLM(model=str(folder), **{**base, **config})
 
 
@@ -90,7 +91,7 @@ def test_parent_death_ends_the_rank(folder: Path) -> None:
     script = folder / "parent.py"
     script.write_text(code)
     parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True,
-                              env={**os.environ, "PYTHONPATH": "src"})
+                              env={**os.environ, "PYTHONPATH": os.pathsep.join(["src", *sys.path])})
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     parent.kill()

@@ -26,7 +26,7 @@ def prompts() -> list[list[int]]:
 
 
 def engine(folder: Path, **config: Any) -> LLM:
-    base: dict[str, Any] = {"weights": {"use": "random"}, "skip_tokenizer": True, "dtype": "float32",
+    base: dict[str, Any] = {"weights": {"use": "random"}, "skip_tokenizer": True, "dtype": "float32", "device": "cpu",
                             "context_length": 256, "memory": {"kv_tokens": 4096}}
     if "fp8" in folder.name:
         # NOTE: rounding activations to FP8 turns a last-bit difference of float32 sums into a whole FP8 step, so only

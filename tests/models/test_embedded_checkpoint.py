@@ -5,14 +5,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
+import safetensors
+import torch
 
 from glowplug.models import embedded
 from glowplug.models.embedded import tokenizer
 from glowplug.models.embedded.shape import BLOCK, Shape
-
-torch = pytest.importorskip("torch")
-safetensors = pytest.importorskip("safetensors")
 
 HOME = Path(embedded.__file__).resolve().parent
 FOLDER = HOME / "checkpoint"
@@ -123,9 +123,8 @@ def test_tokenizer(config: dict[str, Any]) -> None:
 
 
 def test_chat_template_renders_what_was_trained() -> None:
-    jinja = pytest.importorskip("jinja2")
     settings = json.loads((FOLDER / "tokenizer_config.json").read_text(encoding="utf-8"))
-    template = jinja.Environment().from_string(settings["chat_template"])
+    template = jinja2.Environment().from_string(settings["chat_template"])
     special = {"bos_token": settings["bos_token"], "eos_token": settings["eos_token"]}
     first = [{"role": "user", "content": "one"}]
     more = [{"role": "system", "content": "S"}, *first, {"role": "assistant", "content": "why</think>\n\ntwo"},
@@ -141,9 +140,8 @@ def test_chat_template_renders_what_was_trained() -> None:
 
 
 def test_chat_template_writes_tool_calls_and_their_outputs() -> None:
-    jinja = pytest.importorskip("jinja2")
     settings = json.loads((FOLDER / "tokenizer_config.json").read_text(encoding="utf-8"))
-    template = jinja.Environment().from_string(settings["chat_template"])
+    template = jinja2.Environment().from_string(settings["chat_template"])
     call = {"function": {"name": "add", "arguments": '{"a": 1}'}}
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [call]},
                 {"role": "tool", "content": "7"}, {"role": "tool", "content": "8"}]

@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 
 from glowplug.models.embedded import tokenizer
 from glowplug.models.embedded.tasks import (
@@ -97,7 +98,6 @@ def test_answer_mask_covers_what_the_assistant_writes() -> None:
 
 
 def test_fake_rounding_equals_what_is_stored() -> None:
-    torch = pytest.importorskip("torch")
     from glowplug.models.embedded import fp8
     weight = torch.randn(256, 384, requires_grad=True)
     stored, scales = fp8.quantize_blocks(weight.detach())
@@ -113,7 +113,6 @@ def test_fake_rounding_equals_what_is_stored() -> None:
 
 
 def test_training_network_is_the_published_architecture() -> None:
-    torch = pytest.importorskip("torch")
     from glowplug.models.embedded.network import Network
     from glowplug.models.embedded.shape import Shape
     shape = Shape(vocab=64, layers=2, dense_width=128)

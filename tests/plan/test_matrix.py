@@ -54,9 +54,9 @@ def config_of(combination: dict[str, Any], folders: dict[str, Path]) -> dict[str
     attention = {**combination["attention"], "kv_dtype": combination["kv_dtype"]}
     if combination["page_size"] is not None:
         attention["page_size"] = combination["page_size"]
-    config: dict[str, Any] = {"model": str(folders[combination["model"]]), "dtype": combination["dtype"],
-                              "weights": {"use": "random"}, "skip_tokenizer": True, "memory": {"kv_tokens": 1024},
-                              "executor": {"use": "inline"}, "attention": attention}
+    config: dict[str, Any] = {"model": str(folders[combination["model"]]), "device": "cpu",
+                              "dtype": combination["dtype"], "weights": {"use": "random"}, "skip_tokenizer": True,
+                              "memory": {"kv_tokens": 1024}, "executor": {"use": "inline"}, "attention": attention}
     for section in ("quantization", "scheduler", "policy", "cache", "graphs"):
         if combination[section]:
             config[section] = combination[section]
