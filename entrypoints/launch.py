@@ -49,4 +49,8 @@ def eos_ids(plan: EnginePlan, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     stated: Any = plan.facts.model.config.get("eos_token_id")
     if stated is None:
         return ()
-    return tuple(stated) if isinstance(stated, list) else (int(stated),)
+    ends = stated if isinstance(stated, list) else [stated]
+    if not all(type(token) is int and token >= 0 for token in ends):
+        reason = f"config.json: eos_token_id is {stated!r}, expected a token id or a list of them"
+        raise PlanRefused([Refusal("tokenizer", "model", reason, "use the checkpoint's own config.json")])
+    return tuple(ends)

@@ -79,8 +79,8 @@ class LLM:
         self.plan: EnginePlan = make_plan({"model": model, **config}, source="LLM(...)", plugins=self._plugins,
                                           contributed={"executor.use": "inline"})
         self.tokenizer = open_tokenizer(self.plan, self._plugins)
-        self._executor = start_executor(self.plan, self._plugins)
         self._front = Front(self.plan, self.tokenizer, eos_ids(self.plan, self.tokenizer))
+        self._executor = start_executor(self.plan, self._plugins)
         self._closed = False
         self._control_id = 0
         self._boxes: dict[Stream, list[News]] = {}  # whose news goes where; all the rest is for ``poll``

@@ -44,3 +44,11 @@ def test_rope_scaling_that_is_no_object(folder: Path, scaling: object, capsys: p
     (folder / "config.json").write_text(json.dumps({**config, "rope_scaling": scaling}))
     assert main(["check", "--model", str(folder), "--set", "weights.use=random"]) == 2
     assert f"rope_scaling is {scaling!r}, expected an object" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ends", ["x", ["x"], [True], -1, {"a": 1}])
+def test_ends_of_config_json_without_a_tokenizer(folder: Path, ends: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": ends}))
+    with pytest.raises(PlanRefused, match="eos_token_id is"):
+        LLM(model=str(folder), weights={"use": "random"}, skip_tokenizer=True)
