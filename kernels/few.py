@@ -32,7 +32,7 @@ def is_few(x: Tensor) -> bool:
 
 def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:
     """x / sqrt(mean(x^2) + eps) * weight [N]."""
-    scale = np.add.reduce(x * x, axis=-1, keepdims=True)
+    scale: Floats = np.add.reduce(x * x, axis=-1, keepdims=True)
     scale *= np.float32(1.0 / max(1, x.shape[-1]))
     scale += np.float32(eps)
     np.sqrt(scale, out=scale)
