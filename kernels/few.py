@@ -5,6 +5,7 @@ torch call. x is float32 [T, N], contiguous in its last dimension; results are n
 """
 from __future__ import annotations
 
+import math
 from typing import TypeAlias
 
 import numpy as np
@@ -32,6 +33,11 @@ def is_few(x: Tensor) -> bool:
 
 def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:
     """x / sqrt(mean(x^2) + eps) * weight [N]."""
+    if x.size == weight.size:  # one token: a dot product and two products
+        row = x.reshape(-1)
+        one: Floats = x * np.float32(1.0 / math.sqrt(float(np.dot(row, row)) / row.size + eps))
+        one *= weight
+        return one
     scale: Floats = np.add.reduce(x * x, axis=-1, keepdims=True)
     scale *= np.float32(1.0 / max(1, x.shape[-1]))
     scale += np.float32(eps)

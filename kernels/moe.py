@@ -53,8 +53,9 @@ def experts_host(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tenso
 
 def _pairwise(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, activate: Activation) -> Tensor:
     chosen = ids.tolist()
-    hidden = torch.cat([torch.mm(row, w13[e]) for row, experts in zip(x.split(1), chosen) for e in experts])
-    inner = (activate(hidden) * weights.to(x.dtype).view(-1, 1)).split(1)
+    rows = x.unsqueeze(1).unbind()
+    hidden = torch.cat([torch.mm(row, w13[e]) for row, experts in zip(rows, chosen) for e in experts])
+    inner = (activate(hidden) * weights.to(x.dtype).view(-1, 1)).unsqueeze(1).unbind()
     out, pair = [], iter(inner)
     for experts in chosen:
         total = torch.mm(next(pair), w2[experts[0]])

@@ -65,9 +65,11 @@ class MlaAttention(Module):
         super().finalize()
         self._kv_weight = self.kv_b.dense().t()
         weight = self._kv_weight.t().view(self.heads, self.nope_dim + self.v_dim, self.lora_rank)
-        # NOTE: copies, because heads interleaved with a stride of several KB cost a CPU twice the time.
-        self.w_uk = weight[:, : self.nope_dim].contiguous()
-        self.w_uv = weight[:, self.nope_dim :].transpose(1, 2).contiguous()
+        self.w_uk = weight[:, : self.nope_dim]
+        self.w_uv = weight[:, self.nope_dim :].transpose(1, 2)
+        if weight.is_cpu:
+            # NOTE: copies, because heads interleaved with a stride of several KB cost a CPU twice the time.
+            self.w_uk, self.w_uv = self.w_uk.contiguous(), self.w_uv.contiguous()
 
     def expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """latent [N, lora_rank] -> k_nope [N, H, nope_dim], v [N, H, v_dim].

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from glowplug.plugins.quantization.block_fp8 import BlockFp8Options
 
 FORMAT = "fp8_group128_values"
+PLAIN = "plain"
 STORED = "float8_e4m3fn"
 #: last name of modules that published FP8 checkpoints leave alone
 LEFT_ALONE = frozenset({"lm_head", "head", "gate", "embed_tokens", "eh_proj"})
@@ -38,7 +39,8 @@ class BlockFp8:
         self._dtype: torch.dtype = worker.dtype or getattr(torch, plan.dtype)
         self._device = worker.device
         self._native = facts.quant_method == "fp8"
-        self._format = "plain" if options.activations == "none" else FORMAT
+        # NOTE: every product here is of dequantised weights; "auto" becomes dynamic with the first FP8 GEMM.
+        self._format = FORMAT if options.activations == "dynamic" else PLAIN
         self._tensors = facts.tensors if self._native else {}
         self._skipped = tuple(stated.get("modules_to_not_convert") or ())
 
@@ -105,11 +107,9 @@ def _blocks(cut: slice, full: int) -> slice:
     return part_of(cut.start // fp8.BLOCK, -(-cut.stop // fp8.BLOCK) - cut.start // fp8.BLOCK, -(-full // fp8.BLOCK))
 
 
-def _on_grid(x: Tensor | Quantized, input_format: str) -> Tensor:
-    """Activations as the scheme wants them; a producer may have rounded them already."""
-    if isinstance(x, Quantized):
-        return x.values
-    return x if input_format == "plain" else fp8.fake_quantize_tokens(x)
+def _on_grid(x: Tensor | Quantized) -> Tensor:
+    """Rounded activations; a producer may have rounded them already."""
+    return x.values if isinstance(x, Quantized) else fp8.fake_quantize_tokens(x)
 
 
 class Fp8Linear(DenseLinear):
@@ -119,6 +119,8 @@ class Fp8Linear(DenseLinear):
         super().__init__(shape, dtype, device)
         self.input_format = input_format
         self._native = native
+        if input_format == PLAIN:
+            self.apply = super().apply  # type: ignore[method-assign]
 
     def targets(self) -> Iterator[WeightTarget]:
         for part, (name, span) in enumerate(zip(self.shape.parts, row_spans(self.shape), strict=True)):
@@ -128,7 +130,7 @@ class Fp8Linear(DenseLinear):
         yield from self.bias_targets()
 
     def apply(self, x: Tensor | Quantized) -> Tensor:
-        return super().apply(_on_grid(x, self.input_format))
+        return super().apply(_on_grid(x))
 
 
 class Fp8Experts(DenseExperts):
@@ -138,6 +140,8 @@ class Fp8Experts(DenseExperts):
         super().__init__(shape, dtype, device)
         self.input_format = input_format
         self._native = native
+        if input_format == PLAIN:
+            self.apply = super().apply  # type: ignore[method-assign]
 
     def targets(self) -> Iterator[WeightTarget]:
         for name, full, index, expert, span in expert_slices(self.shape):
@@ -145,7 +149,7 @@ class Fp8Experts(DenseExperts):
             yield from BlockWeight(name, full, index, held.t(), self._native).targets()
 
     def activate(self, hidden: Tensor) -> Tensor:
-        return silu_and_mul(hidden) if self.input_format == "plain" else fp8.silu_and_mul_rounded(hidden)
+        return silu_and_mul(hidden) if self.input_format == PLAIN else fp8.silu_and_mul_rounded(hidden)
 
     def apply(self, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor:
-        return super().apply(_on_grid(x, self.input_format), ids, weights)
+        return super().apply(_on_grid(x), ids, weights)

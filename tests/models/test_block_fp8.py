@@ -20,6 +20,7 @@ QUANTIZED = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 12
 RAGGED: dict[str, Any] = dict(V3, rope_parameters=YARN, hidden_size=192, q_lora_rank=192, kv_lora_rank=128,
                               intermediate_size=320, moe_intermediate_size=72, initializer_range=0.1)
 LEFT_ALONE = ("embed_tokens", "lm_head", "mlp.gate.", "norm")
+DYNAMIC = {"activations": "dynamic"}
 
 
 def naive_dequantize(stored: Tensor, scales: Tensor) -> Tensor:
@@ -121,7 +122,8 @@ def test_every_linear_rounds_its_input(tmp_path: Path) -> None:
         if isinstance(module, torch.nn.Linear) and not name.endswith(("lm_head", "kv_b_proj")):
             module.register_forward_pre_hook(lambda _, args: (rounded(args[0]),))
     asked = prompts(3, 2)
-    ours = logits(facts_of(reference.facts, fp8, True), fp8, dict(enumerate(asked)), quantization="block_fp8")
+    ours = logits(facts_of(reference.facts, fp8, True), fp8, dict(enumerate(asked)), quantization="block_fp8",
+                  quantization_options=DYNAMIC)
     wanted = torch.cat([reference.logits(row) for row in asked])
     plain = logits(reference.facts, dense, dict(enumerate(asked)))
     error, effect = (float((other - wanted).square().mean().sqrt()) for other in (ours, plain))
@@ -133,7 +135,8 @@ def test_rounding_changes_little(checkpoint: Any) -> None:
     facts, tensors, _ = checkpoint
     fp8, dense = quantize_checkpoint(tensors)
     ids = dict(enumerate(prompts(3, 2)))
-    difference = logits(facts_of(facts, fp8, True), fp8, ids, quantization="block_fp8") - logits(facts, dense, ids)
+    rounded = logits(facts_of(facts, fp8, True), fp8, ids, quantization="block_fp8", quantization_options=DYNAMIC)
+    difference = rounded - logits(facts, dense, ids)
     assert 1e-3 < float(difference.square().mean().sqrt()) < 0.4
 
 
@@ -171,7 +174,7 @@ def test_ragged_fused_linear(rows: tuple[int, ...], columns: int, checkpoint: An
         tensors |= {f"{name}.weight": stored, f"{name}.weight_scale_inv": scales}
         wanted.append(naive_dequantize(stored, scales))
     shape = LinearShape("m", names, rows, columns, (0,) * len(rows), 0, tuple((size, columns) for size in rows))
-    method = linear(shape, tensors, checkpoint[0])
+    method = linear(shape, tensors, checkpoint[0], **DYNAMIC)
     assert torch.equal(method.dense(), torch.cat(wanted))
 
     x = torch.randn(5, columns, generator=generator) * 10

@@ -182,7 +182,8 @@ def test_a_mixture_rounds_its_input_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
     facts = facts_of("v3_fp8")
     model, context = build_model(facts, random_tensors(facts, "block_fp8"),
-                                 build_context(facts, quantization="block_fp8"))
+                                 build_context(facts, quantization="block_fp8",
+                                               quantization_options={"activations": "dynamic"}))
     mixture: Any = model.layers[1].feed_forward  # type: ignore[attr-defined]
     rounded: list[int] = []
     real = few.round_into_e4m3
