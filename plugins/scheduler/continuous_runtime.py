@@ -28,6 +28,7 @@ Deadlines use ``Worker.clock`` (seconds, monotonic, the base of ``Sequence.arriv
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 
 import numpy as np
 
@@ -281,7 +282,7 @@ class Continuous:
         stats.running, stats.waiting = len(self.rows.running), len(self.queue)
         stats.pages_free, stats.pages_evictable = self.pages.free, self.cache.size()[1]
         stats.prefix_queries, stats.prefix_hits = self.admission.queries, self.admission.hits
-        return Stats(**{name: getattr(stats, name) for name in stats.__struct_fields__})
+        return copy(stats)
 
     def flush(self) -> bool:
         if self.rows.running or self._inflight:
