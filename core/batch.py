@@ -34,8 +34,11 @@ class Batch:
     pages: NDArray[np.int32]  #: [B, P] page numbers, 0 (scratch) where unused
     joined: list[Sequence] = field(default_factory=list)  #: entered a row since the last batch
     left: list[int] = field(default_factory=list)  #: rows given up since the last batch
+    next_ids: NDArray[np.int32] | None = None  #: [B - D] token after each chunk; 0 where the chunk ends its prompt
+    resumed: NDArray[np.bool_] | None = None  #: [B - D] the row's first chunk, and it begins behind a cached prefix
     prompt_logprobs: NDArray[np.bool_] | None = None  #: [B] log-probabilities of the chunk's own tokens are wanted
     agreed: StepShape | None = None  #: set by the engine: what ``ParallelStrategy.agree`` said for this step
+    first_key: int = 0  #: cache positions before it hold nothing and are never attended to (a draft's batch: 1)
     # ---- set by the runner ------------------------------------------------------------------------------------------
     input_ids: Any = None  #: torch int64 [T]
     positions: Any = None  #: torch int64 [T]
@@ -111,19 +114,26 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StepShape:
-    """What ranks agree on before a step: the mode, and the most rows and tokens of any rank."""
+    """What ranks agree on before a step: the mode, the most rows and tokens of any rank, and the load.
+
+    ``load``: sequences running or waiting (of this rank's group when it goes into ``agree``, of all groups when it
+    comes out), plus one for a step in flight; 0 means that there is nothing left to do anywhere.
+    """
 
     mode: Mode
     rows: int
     tokens: int
+    load: int = 0
 
 
 NO_WORK = StepShape(Mode.IDLE, 0, 0)
 
 
-def shape_of(batch: Batch | None) -> StepShape:
+def shape_of(batch: Batch | None, load: int = 0) -> StepShape:
     """A rank's own part in the agreement."""
-    return NO_WORK if batch is None else StepShape(batch.mode, batch.num_rows, batch.num_tokens)
+    if batch is None:
+        return StepShape(Mode.IDLE, 0, 0, load)
+    return StepShape(batch.mode, batch.num_rows, batch.num_tokens, load)
 
 
 def idle_batch(step: int = 0) -> Batch:

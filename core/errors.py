@@ -98,5 +98,10 @@ class QueueFull(RequestError):
         self.retry_after = retry_after
 
 
+class CollectiveError(GlowplugError):
+    """A collective did not finish: a peer has gone, or did not answer in time. Seldom the cause, mostly a consequence
+    of another rank's end; whoever reports failures looks for that first."""
+
+
 class EngineDead(GlowplugError):
     """The engine has stopped: a rank failed. Carries rank, phase and reason in its message."""

@@ -98,6 +98,9 @@ class SoftwareFacts:
 
 @dataclass(frozen=True)
 class Facts:
+    """``draft``: facts of the draft model's own folder, when it has one."""
+
     model: ModelFacts
     hardware: HardwareFacts
     software: SoftwareFacts
+    draft: ModelFacts | None = None

@@ -1,23 +1,50 @@
-"""Arithmetic of the device mesh: where a rank stands on each named axis. No torch.
+"""Arithmetic of the device mesh: where a rank stands on each named axis, and who shares an axis with it. No torch.
 
-Ranks are numbered with "tp" fastest, then "pp". Every other axis ("dp", "ep") lies over the tp ranks: an axis of size s
-cuts them into s groups of neighbours, so that with ``{"tp": 8, "dp": 4}`` ranks 0 and 1 are dp group 0.
+Ranks are numbered with "tp" fastest, then "pp". "dp" and "ep" lie over the tp ranks: an axis of size s cuts them into s
+blocks of neighbours, so that with ``{"tp": 8, "dp": 4}`` ranks 0 and 1 are dp group 0. What is left of tp in a block
+is an axis of its own: "attn_tp" (tp / dp) splits the heads of one group's attention, "moe_tp" (tp / ep) the width of
+one block's experts. A collective over an axis connects the ranks that differ in that coordinate only; for "dp" and "ep"
+those have the same "attn_tp" or "moe_tp".
 """
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+WITHIN = {"attn_tp": "dp", "moe_tp": "ep"}  #: what is left of tp inside the blocks of an axis
+OVER_TP = ("dp", "ep")
+
+
+def axis_size(axis: str, mesh: Mapping[str, int]) -> int:
+    """Ranks along ``axis``; 1 for an axis the mesh does not have. ValueError when it does not divide the tp ranks."""
+    if axis in WITHIN:
+        tp, blocks = mesh.get("tp", 1), mesh.get(WITHIN[axis], 1)
+        if tp % blocks:
+            raise ValueError(f"axis {WITHIN[axis]} of {blocks} does not divide the {tp} tp ranks")
+        return tp // blocks
+    return mesh.get(axis, 1)
+
 
 def coordinates(rank: int, mesh: Mapping[str, int]) -> dict[str, int]:
-    """Axis -> index of ``rank``. ValueError when an axis does not divide the tp ranks."""
-    tp = mesh.get("tp", 1)
-    within = rank % tp
-    found = {"tp": within, "pp": rank // tp} if mesh else {}
-    for axis, size in mesh.items():
-        if axis in ("tp", "pp", "world"):
-            continue
-        if tp % size:
-            raise ValueError(f"axis {axis} of {size} does not divide the {tp} tp ranks")
-        found[axis] = within // (tp // size)
-    return {axis: index for axis, index in found.items() if axis in mesh}
+    """Axis -> index of ``rank``, "attn_tp" and "moe_tp" included; {} for one rank without a mesh."""
+    if not mesh:
+        return {}
+    within, found = rank % mesh.get("tp", 1), {"tp": rank % mesh.get("tp", 1), "pp": rank // mesh.get("tp", 1)}
+    for inner, outer in WITHIN.items():
+        size = axis_size(inner, mesh)
+        found[outer], found[inner] = within // size, within % size
+    return found
 
+
+def group(axis: str, rank: int, mesh: Mapping[str, int]) -> tuple[int, ...]:
+    """Ranks that a collective of ``rank`` over ``axis`` connects, in the axis's order."""
+    tp, own = mesh.get("tp", 1), coordinates(rank, mesh)
+    if axis_size(axis, mesh) == 1 or axis not in own:
+        return (rank,)
+    if axis == "pp":
+        return tuple(range(rank % tp, tp * mesh["pp"], tp))
+    first = rank - rank % tp
+    peers = [(first + other, coordinates(first + other, mesh)) for other in range(tp)]
+    if axis == "tp":
+        return tuple(peer for peer, _ in peers)
+    kept = WITHIN.get(axis) or next(inner for inner, outer in WITHIN.items() if outer == axis)
+    return tuple(peer for peer, at in peers if at[kept] == own[kept])

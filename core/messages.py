@@ -100,6 +100,7 @@ class Stats(msgspec.Struct, array_like=True):
     prefix_hits: int = 0
     step_seconds: float = 0.0
     bubble_seconds: float = 0.0
+    group: int = 0  #: the data-parallel group these are of
 
 
 class StepOutput(msgspec.Struct, tag="o", array_like=True):

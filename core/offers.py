@@ -79,6 +79,7 @@ class AttentionOffers(Offers):
         tree: reads tree masks in verify (False: causal chains only).
         max_width: largest number of query tokens a row in decode/verify; 0: any.
         padding: accepts padded rows (page table rows that point at the scratch page).
+        first_key: honours ``Batch.first_key`` (a draft's cache has no entry for the first position).
     """
 
     kinds: frozenset[str] = frozenset()
@@ -87,6 +88,7 @@ class AttentionOffers(Offers):
     tree: bool = False
     max_width: int = 0
     padding: bool = True
+    first_key: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,13 +133,15 @@ class SpeculativeOffers(Offers):
         drafts: it proposes tokens (False: the algorithm of width one).
         tree: its proposals form a tree, so verify needs tree masks.
         hidden_states: it needs the target's hidden states.
-        nextn_layer: it needs the checkpoint's own multi-token-prediction layer.
+        nextn_layer: it needs a multi-token-prediction layer, the checkpoint's own or one in a draft folder.
+        first_key: its draft's cache has no entry for the first position, so attention must honour ``Batch.first_key``.
     """
 
     drafts: bool = False
     tree: bool = False
     hidden_states: bool = False
     nextn_layer: bool = False
+    first_key: bool = False
 
 
 @dataclass(frozen=True)

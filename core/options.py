@@ -41,6 +41,14 @@ class SpeculativeOptions(Options):
         """Tokens a decoding row computes a step: 1 plus what is drafted. Algorithms that draft override it."""
         return 1
 
+    def lookahead(self) -> int:
+        """Tokens behind a step's own whose cache entries the draft writes, so that rows need pages for them."""
+        return 0
+
+    def draft_folder(self) -> str | None:
+        """Folder of the draft model; None: it comes with the target, or there is none."""
+        return None
+
 
 class SchedulerOptions(Options):
     max_running_requests: int | None = Field(None, ge=1, le=65536, description="sequences in flight; None: from memory")

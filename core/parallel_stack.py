@@ -1,11 +1,11 @@
 """Several parallelism strategies as one: what layers and the loop see of ``[[parallel]]``, in the operator's order."""
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from glowplug.core.batch import Batch, StepShape
-from glowplug.core.protocols import ExpertExchange, ParallelStrategy, Shard
+from glowplug.core.protocols import ExpertExchange, ParallelStrategy, RequestRouter, Shard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,10 +16,6 @@ class ParallelStack:
 
     def __init__(self, strategies: Seq[ParallelStrategy]) -> None:
         self.strategies = tuple(strategies)
-
-    def axes(self) -> Mapping[str, int]:
-        """Mesh axis -> size, of all strategies."""
-        return {axis: size for strategy in self.strategies for axis, size in strategy.axes().items()}
 
     def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard:
         """The last opinion on this dimension; the whole of it when nobody has one."""
@@ -33,6 +29,11 @@ class ParallelStack:
         for strategy in self.strategies:
             local = strategy.agree(local)
         return local
+
+    def router(self) -> RequestRouter | None:
+        """That of the last strategy that deals requests at all."""
+        found = [router for strategy in self.strategies if (router := strategy.router()) is not None]
+        return found[-1] if found else None
 
     def leave_attention(self, x: Tensor, batch: Batch) -> Tensor:
         for strategy in self.strategies:

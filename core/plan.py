@@ -57,6 +57,7 @@ class Sizes:
     kv_bytes: int  #: bytes of the KV pool on each rank
     width: int = 1  #: tokens a decoding row computes a step (1 + drafted)
     draft_layers: int = 0  #: layers of the KV pool behind the model's own, for a draft model
+    lookahead: int = 0  #: tokens behind a step's own for which a row has cache pages, because a draft writes there
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,10 @@ class Worker:
 
 @dataclass(frozen=True)
 class Limits:
-    """Upper bounds for ``reserve``. ``kv``: one mapping entry name -> tensor [pages * page_size, *shape] a layer."""
+    """Upper bounds for ``reserve``. ``kv``: one mapping entry name -> tensor [pages * page_size, *shape] a layer.
+
+    ``hidden``: size of the target's hidden states.
+    """
 
     rows: int
     step_tokens: int
@@ -58,6 +61,7 @@ class Limits:
     width: int
     vocab: int
     kv: tuple[Mapping[str, Tensor], ...] = ()
+    hidden: int = 0
 
 
 # ---- attention ----------------------------------------------------------------------------------------------------
@@ -256,7 +260,7 @@ class Shard:
     """A rank's part of a dimension: elements ``start`` to ``start + size`` of ``full``.
 
     ``reduce``: the layer's output is a partial sum that must be all-reduced. ``gather``: it is a slice to be gathered.
-    ``axis``: the mesh axis to do either over.
+    ``axis``: the mesh axis to do either over (``core/mesh.py`` names them).
     """
 
     start: int
@@ -268,19 +272,39 @@ class Shard:
 
 
 class ExpertExchange(Protocol):
-    """Moves tokens to the ranks of their experts and back."""
+    """Moves tokens to the ranks of their experts and back. One call of each a layer, in turn."""
 
-    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """This rank's attention tokens x [T, hidden], ids int64 and weights float32 [T, K] -> the same of the M tokens
+        that this rank's experts work on; ids are local expert numbers, -1 where the expert is elsewhere."""
+        ...
 
-    def combine(self, y: Tensor) -> Tensor: ...
+    def combine(self, y: Tensor) -> Tensor:
+        """This rank's (partial) results y [M, hidden] -> the complete results [T, hidden] of its attention tokens."""
+        ...
+
+
+class RequestRouter(Protocol):
+    """Which group of ranks runs a request. Ranks of a group share a scheduler's decisions and hold the same pages.
+
+    Attributes:
+        group: number of this rank's group.
+        leads: this rank reports its group's outputs to the front.
+    """
+
+    group: int
+    leads: bool
+
+    def owns(self, sequence: Sequence) -> bool:
+        """Does this rank's group run ``sequence``? Asked on every rank, in the same order, once for each Submit.
+
+        Every rank must come to the same assignment, so it may use only what all ranks know (``agree``'s loads).
+        """
+        ...
 
 
 class ParallelStrategy(Protocol):
     """One way to share the work among ranks. Several are composed by ``core/parallel_stack.py``."""
-
-    def axes(self) -> Mapping[str, int]:
-        """Mesh axes it defines, with their sizes; {} for one rank."""
-        ...
 
     def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard | None:
         """This rank's part of dimension ``full`` of layer ``name``; None: what the strategies before this one say.
@@ -292,6 +316,10 @@ class ParallelStrategy(Protocol):
 
     def agree(self, local: StepShape) -> StepShape:
         """The one host collective a step; identity unless ranks may differ. A rank without work says IDLE."""
+        ...
+
+    def router(self) -> RequestRouter | None:
+        """Deals requests among groups of ranks, the same object each call. None: all run all, and rank 0 answers."""
         ...
 
     def enter_attention(self, x: Tensor, batch: Batch) -> Tensor:
@@ -306,18 +334,44 @@ class ParallelStrategy(Protocol):
 
 
 class Collectives(Protocol):
-    """Collectives over one mesh axis. Identity for an axis of size one."""
+    """Collectives over one mesh axis: among the ranks that differ only in it. Identity for an axis of size one.
 
-    def all_reduce(self, x: Tensor, axis: str) -> Tensor: ...
+    A peer that has gone or does not answer within ``collectives.timeout`` is a ``CollectiveError``.
+    """
 
-    def all_gather(self, x: Tensor, axis: str, dim: int = 0) -> Tensor: ...
+    def all_reduce(self, x: Tensor, axis: str) -> Tensor:
+        """The sum over the axis, bitwise the same on each of its ranks. May be computed in place."""
+        ...
 
-    def reduce_scatter(self, x: Tensor, axis: str) -> Tensor: ...
+    def all_gather(self, x: Tensor, axis: str, dim: int = 0) -> Tensor:
+        """Equal shapes from every rank of the axis, side by side along ``dim`` in rank order."""
+        ...
 
-    def all_to_all(self, x: Tensor, axis: str) -> Tensor: ...
+    def reduce_scatter(self, x: Tensor, axis: str) -> Tensor:
+        """x [size * N, ...] -> this rank's N rows of the sum."""
+        ...
+
+    def all_to_all(self, x: Tensor, axis: str) -> Tensor:
+        """x [size, N, ...]: part i goes to rank i of the axis; returned part i came from rank i."""
+        ...
+
+    def all_to_all_rows(self, x: Tensor, counts: Seq[int], received: Seq[int], axis: str) -> Tensor:
+        """x [sum(counts), ...]: the next counts[i] rows go to rank i; returns [sum(received), ...] likewise.
+
+        Row counts are the host's, so this is never captured.
+        """
+        ...
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Rank 0's bytes on every rank (host side)."""
+        ...
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes on every rank, by rank (host side; for rare things)."""
+        ...
+
+    def all_gather_numbers(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        """values int64 [N] -> [ranks, N] on every rank (host side, one small collective: ``agree`` uses it)."""
         ...
 
     def close(self) -> None: ...
@@ -353,10 +407,11 @@ class Sampler(Protocol):
 
     def plan_step(self, batch: Batch) -> None: ...
 
-    def sample(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Sampled:
+    def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Tensor | None = None) -> Sampled:
         """logits float32 [N, V] (may be overwritten), rows int64 [N], positions int64 [N] of the token being drawn.
 
-        The random number depends only on (seed of the row, position).
+        The random number depends only on (seed of the row, position). ``ahead`` int64 [N, W - 1]: tokens that precede
+        this one and have not been observed yet (drafts being verified), -1 where there is none; penalties count them.
         """
         ...
 
@@ -368,11 +423,17 @@ class Sampler(Protocol):
 class SpeculativeAlgorithm(Protocol):
     """Decides what decoding rows feed in and which of the results count. Width one is no speculation."""
 
-    def step_modes(self) -> frozenset[Mode]: ...
-
     def width(self) -> int: ...
 
     def reserve(self, limits: Limits) -> None: ...
+
+    def lengths(self, batch: Batch) -> Tensor | None:
+        """int32 [D]: tokens of each decoding row whose cache entries are in place, on the device.
+
+        None: the host's ``kv_lens`` are exact (width one). Otherwise they are upper bounds, and the runner places the
+        step's tokens by these.
+        """
+        ...
 
     def draft(self, batch: Batch) -> Tensor:
         """Token ids int64 [D, W] that the decoding rows of ``batch`` compute: the last accepted one, then drafts."""
@@ -385,8 +446,9 @@ class SpeculativeAlgorithm(Protocol):
     def draft_model(self, context: BuildContext, family: ModelFamily, target: Model) -> Model | None:
         """The draft model with empty weights, or None. Called once, before ``reserve``; the engine loads it.
 
-        ``context`` is the target's, with ``first_layer`` the KV-pool number of the first layer behind the target's.
-        The draft runs inside ``accept``, which sees every step's hidden states, prompts' included.
+        ``context`` is the target's, with ``first_layer`` the KV-pool number of the first layer behind the target's and,
+        when the draft lies in a folder of its own, ``facts`` that folder's. The draft runs inside ``accept``, which
+        sees every step's hidden states, prompts' included.
         """
         ...
 

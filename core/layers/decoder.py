@@ -33,8 +33,8 @@ class DecoderLayer(Module):
         normed, residual = self.input_norm.add(x, residual)
         normed, residual = self.post_norm.add(self.attention.forward(normed, at), residual)
         if self._parallel is None:
-            return self.feed_forward.forward(normed), residual
-        y = self.feed_forward.forward(self._parallel.leave_attention(normed, batch))
+            return self.feed_forward.forward(normed, batch), residual
+        y = self.feed_forward.forward(self._parallel.leave_attention(normed, batch), batch)
         return self._parallel.enter_attention(y, batch), residual
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from glowplug.core.batch import Batch
 from glowplug.core.build import BuildContext
 from glowplug.core.layers.linear import Linear, Part, producer
 from glowplug.core.layers.module import Module
@@ -23,6 +24,6 @@ class Mlp(Module):
         self._activate = producer(context.ops, "silu_and_mul", self.down)
         self.input_format = self.gate_up.input_format
 
-    def forward(self, x: Any) -> Tensor:
-        """x [T, hidden], plain or in ``input_format`` -> [T, hidden]."""
+    def forward(self, x: Any, batch: Batch | None = None) -> Tensor:
+        """x [T, hidden], plain or in ``input_format`` -> [T, hidden]. ``batch`` is for feed-forwards that exchange."""
         return self.down.forward(self._activate(self.gate_up.forward(x)))

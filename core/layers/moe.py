@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from glowplug.core.batch import Batch
 from glowplug.core.build import BuildContext
 from glowplug.core.layers.linear import FORMAT_PLAIN, caster
 from glowplug.core.layers.mlp import Mlp
@@ -99,7 +100,7 @@ class Moe(Module):
         self._exchange = context.parallel.expert_exchange()
         self._collectives = context.collectives if self.experts.reduce else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
         weights, ids = self.gate.forward(x)
         cast = x if self._cast is None else self._cast(x)
         shared = None if self.shared is None else self.shared.forward(cast)
@@ -107,7 +108,8 @@ class Moe(Module):
             local = ids if self.experts.count == self.gate.sizes.experts else self._local(ids)
             y = self.experts.forward(cast, local, weights)
         else:
-            y = self._exchange.combine(self.experts.forward(*self._exchange.dispatch(x, ids, weights)))
+            assert batch is not None, "exchanges need the step's shape"
+            y = self._exchange.combine(self.experts.forward(*self._exchange.dispatch(x, ids, weights, batch)))
         if shared is not None:
             y = y.add_(shared)
         return y if self._collectives is None else self._collectives.all_reduce(y, self.experts.axis)

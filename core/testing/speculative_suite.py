@@ -34,7 +34,7 @@ class Greedy:
     def plan_step(self, batch: Batch) -> None:
         return
 
-    def sample(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Sampled:
+    def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Tensor | None = None) -> Sampled:
         assert len(logits) == len(rows) == len(positions)
         return Sampled(logits.argmax(-1), logits.isnan().any(-1))
 
@@ -92,9 +92,9 @@ class SpeculativeSuite:
         return made
 
     def test_it_says_what_it_runs(self, algorithm: SpeculativeAlgorithm) -> None:
-        modes, width = algorithm.step_modes(), algorithm.width()
-        assert width >= 1 and Mode.PREFILL in modes
-        assert (Mode.DECODE if width == 1 else Mode.VERIFY) in modes
+        width = algorithm.width()
+        lengths = algorithm.lengths(step([7, 5], 2, [width] * 2, [6 + width, 3 + width], [True] * 2))
+        assert width >= 1 and (lengths is None) == (width == 1)
 
     def test_prompts_yield_one_token_and_it_comes_next(self, algorithm: SpeculativeAlgorithm) -> None:
         made = self.accept(algorithm, step([5, 2, 7], 0, [3, 4, 2], [3, 4, 6], [True] * 3), [1, 2, 3])

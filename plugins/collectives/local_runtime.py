@@ -1,7 +1,11 @@
 """Every collective of a single rank returns its input."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Worker
@@ -31,9 +35,18 @@ class Local:
     def all_to_all(self, x: Tensor, axis: str) -> Tensor:
         return x
 
+    def all_to_all_rows(self, x: Tensor, counts: Sequence[int], received: Sequence[int], axis: str) -> Tensor:
+        return x
+
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         assert data is not None
         return data
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return [data]
+
+    def all_gather_numbers(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        return values[None]
 
     def close(self) -> None:
         return None

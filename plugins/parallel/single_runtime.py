@@ -1,12 +1,11 @@
 """The identity strategy: every shard is the whole, every exchange is nothing."""
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from glowplug.core.batch import Batch, StepShape
 from glowplug.core.plan import EnginePlan
-from glowplug.core.protocols import ExpertExchange, Shard, Worker
+from glowplug.core.protocols import ExpertExchange, RequestRouter, Shard, Worker
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,14 +19,14 @@ class Single:
     def __init__(self, options: SingleOptions, plan: EnginePlan, worker: Worker) -> None:
         del options, plan, worker
 
-    def axes(self) -> Mapping[str, int]:
-        return {}
-
     def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard | None:
         return None
 
     def agree(self, local: StepShape) -> StepShape:
         return local
+
+    def router(self) -> RequestRouter | None:
+        return None
 
     def enter_attention(self, x: Tensor, batch: Batch) -> Tensor:
         return x

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from glowplug.core.batch import Accepted, Batch, LogprobTensors
 from glowplug.core.build import BuildContext
-from glowplug.core.offers import Mode
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Limits, Model, ModelFamily, Sampler, Worker
 from glowplug.plugins.speculative.none import NoSpeculationOptions
@@ -19,15 +18,15 @@ class NoSpeculation:
     def __init__(self, options: NoSpeculationOptions, plan: EnginePlan, worker: Worker) -> None:
         self._device = torch.device(worker.device)
 
-    def step_modes(self) -> frozenset[Mode]:
-        return frozenset({Mode.PREFILL, Mode.DECODE})
-
     def width(self) -> int:
         return 1
 
     def reserve(self, limits: Limits) -> None:
         self._last = torch.zeros(limits.rows, 1, dtype=torch.int64, device=self._device)
         self._ones = torch.ones(limits.rows, dtype=torch.int32, device=self._device)
+
+    def lengths(self, batch: Batch) -> Tensor | None:
+        return None
 
     def draft(self, batch: Batch) -> Tensor:
         return self._last[batch.row_ids[: batch.num_decodes]]

@@ -36,7 +36,7 @@ class Recorder:
         self.calls: list[tuple[list[int], list[int]]] = []
         self.seen: list[tuple[list[list[int]], list[int], list[int]]] = []
 
-    def sample(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Sampled:
+    def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Tensor | None = None) -> Sampled:
         self.calls.append((rows.tolist(), positions.tolist()))
         best = logits.max(-1)
         logprobs = LogprobTensors(best.values, best.indices[:, None], best.values[:, None])
@@ -104,7 +104,7 @@ def test_declarations() -> None:
     (speculative,), (graphs,) = register_speculative_algorithms(), register_graph_runners()
     assert speculative.name == "none" and not speculative.offers.drafts
     assert make().width() == 1 and make().draft_model(CONTEXT, CONTEXT, CONTEXT) is None
-    assert make().step_modes() == {Mode.PREFILL, Mode.DECODE}
+    assert make().lengths(batch([0], 1, [1], [True])) is None
     assert graphs.name == "eager" and not graphs.offers.captures
     runner = Eager(EagerOptions(), PLAN, Worker())
     assert runner.shapes(PLAN) == [] and runner.slot_for(batch([0], 1, [1], [True])) is None

@@ -23,7 +23,8 @@ ENVIRONMENT_ACCESS = {
 IDENTITY = {"name", "use", "algorithm"}
 METHODS = 6
 #: protocol -> (methods, why they are one object)
-LARGER_PROTOCOLS = {"Scheduler": (9, "the loop's whole view of the waiting and running sequences")}
+LARGER_PROTOCOLS = {"Scheduler": (9, "the loop's whole view of the waiting and running sequences"),
+                    "Collectives": (9, "one method a collective")}
 
 
 def components() -> list[tuple[str, object]]:
