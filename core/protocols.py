@@ -44,6 +44,7 @@ class Worker:
     coordinates: Mapping[str, int] = field(default_factory=dict)  #: mesh axis -> this rank's index
     clock: Callable[[], float] = time.monotonic  #: seconds; in the loop the same on every rank (``RankClock``)
     rendezvous: str = ""  #: where ranks meet (``init_method`` of torch.distributed); "" for one rank
+    collectives: Collectives | None = None  #: what parallel strategies exchange through; they are given it, others not
 
 
 @dataclass(frozen=True)

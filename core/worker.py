@@ -38,7 +38,8 @@ def build_context(plan: EnginePlan, plugins: PluginSet, worker: Worker, *, facts
     """What the plan's model builds from: fresh components. ``facts`` and ``context`` replace the plan's."""
     made = {slot: plugins.build(plan.choice(slot), plan, worker)
             for slot in ("quantization", "collectives", "attention", "ops")}
-    strategies = [plugins.build(choice, plan, worker) for choice in plan.choices_in("parallel")]
+    joined = replace(worker, collectives=made["collectives"])
+    strategies = [plugins.build(choice, plan, joined) for choice in plan.choices_in("parallel")]
     return BuildContext(
         facts=facts or plan.facts.model, worker=worker, dtype=worker.dtype,
         context=context or plan.sizes.context_length, scheme=made["quantization"],
