@@ -2,6 +2,7 @@
 
 A decoding step of a small model on the CPU spends more on calls than on arithmetic, and a numpy call costs a third of a
 torch call. x is float32 [T, N], contiguous in its last dimension; results are new arrays unless the name says "into".
+Products stay below the size from which OpenBLAS wakes threads of its own, which torch's thread count does not bind.
 """
 from __future__ import annotations
 
@@ -23,6 +24,9 @@ EXPONENT_BITS = np.int32(0x7F800000)
 ROUNDING = np.float32(1.5 * 2.0**20)  #: keeps 3 of 23 mantissa bits when added to a number's power of two
 SMALLEST_ROUNDING = np.float32(1.5 * 2.0**14)  #: the same at 2^-6, below which E4M3's grid stays 2^-9 wide
 ONE = np.float32(1.0)
+ONE_THREAD_VECTOR = 9216  #: elements of a matrix below which OpenBLAS multiplies a vector by it in one thread
+ONE_THREAD_MATRIX = 1 << 18  #: multiplications of a matrix product below which it does
+ROW_QUERIES = 8  #: queries of a row up to which it is attended to here
 LARGEST_EXPONENT = np.float32(88.0)  #: exp of more overflows float32
 
 
@@ -96,3 +100,32 @@ def topk_sigmoid(
         weights /= np.add.reduce(weights, axis=-1, keepdims=True) + np.float32(1e-20)
     weights *= np.float32(scale)
     return weights, ids
+
+
+def row_keys(heads: int, nope: int, rope: int, size: int, value: int) -> int:
+    """Up to how many keys :func:`attend_row` is for a layer of these sizes (H, N, P, C, V); 0: for none."""
+    if size * max(nope, value) >= ONE_THREAD_VECTOR:
+        return 0
+    return (ONE_THREAD_MATRIX - 1) // max(1, heads * max(size, rope))
+
+
+def attend_row(
+    q_nope: Floats, q_rope: Floats, latent: Floats, rope: Floats, w_uk: Floats, w_uv: Floats, scale: float,
+) -> Floats:
+    """Absorbed latent attention (see ``mla``) of one row, whose last W of L keys are those of its few queries.
+
+    q_nope [W, H, N], q_rope [W, H, P], latent [L, C], rope [L, P], w_uk [H, N, C], w_uv [H, C, V] -> [W, H * V].
+    """
+    q_latent = np.matmul(q_nope.transpose(1, 0, 2), w_uk).transpose(1, 0, 2)
+    scores = np.matmul(q_latent, latent.T)
+    scores += np.matmul(q_rope, rope.T)
+    scores *= np.float32(scale)
+    width, keys = len(scores), len(latent)
+    for query in range(width - 1):
+        scores[query, :, keys - width + 1 + query :] = -np.inf
+    scores -= np.maximum.reduce(scores, axis=-1, keepdims=True)
+    np.exp(scores, out=scores)
+    scores /= np.add.reduce(scores, axis=-1, keepdims=True)
+    out = np.matmul(np.matmul(scores, latent).transpose(1, 0, 2), w_uv)
+    attended: Floats = out.transpose(1, 0, 2).reshape(width, -1)
+    return attended

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from glowplug.core.batch import Batch
@@ -98,6 +99,45 @@ class LongRow:
 
     def take(self, x: Tensor) -> Tensor:
         return x[self.first : self.first + self.tokens]
+
+
+@dataclass(eq=False)
+class HostRow:
+    """The one decoding row of a step whose cache lies in host memory as float32, for numpy.
+
+    Attributes:
+        slots: int64 [W] where the step's own tokens go; they are the row's last.
+        pages: the row's pages; neighbours in ascending order are read in place.
+        first, end: the row's keys are at positions ``first`` to ``end``.
+    """
+
+    slots: NDArray[np.int64]
+    pages: list[int]
+    page_size: int
+    first: int
+    end: int
+
+    def exchange(self, pool: Tensor, value: Tensor) -> NDArray[np.float32]:
+        """Write value [W, N] into pool [slots, N]; returns the row's keys [L, N]."""
+        stored: NDArray[np.float32] = pool.numpy()
+        stored[self.slots] = value.numpy()
+        start, count = self.pages[0], len(self.pages)
+        if self.pages == list(range(start, start + count)):
+            start *= self.page_size
+            return stored[start + self.first : start + self.end]
+        by_page = stored.reshape(-1, self.page_size * stored.shape[1])
+        return by_page.take(self.pages, axis=0).reshape(-1, stored.shape[1])[self.first : self.end]
+
+
+def host_row(batch: Batch, page_size: int, queries: int, keys: int) -> HostRow | None:
+    """The step as a :class:`HostRow`, if it is one decoding row of at most so many queries and keys on the CPU."""
+    if not batch.num_decodes == batch.num_rows == 1 or batch.query_lens[0] > queries or not batch.page_table.is_cpu:
+        return None
+    end = int(batch.kv_lens_device[0])
+    if not batch.query_lens[0] <= end - batch.first_key <= keys:
+        return None
+    pages = batch.page_table[0, : -(-end // page_size)].tolist()
+    return HostRow(batch.slots.numpy(), pages, page_size, batch.first_key, end)
 
 
 def kv_layers(plan: EnginePlan) -> int:

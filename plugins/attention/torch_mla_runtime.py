@@ -10,9 +10,18 @@ from glowplug.core.batch import Batch
 from glowplug.core.memory.layout import KVEntry, KVLayout
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, Worker
-from glowplug.kernels import mha, mla
+from glowplug.kernels import few, mha, mla
 from glowplug.kernels.merge import merge_states
-from glowplug.plugins.attention.paging import Group, GroupLimits, LongRow, kv_layers, plan_groups, store
+from glowplug.plugins.attention.paging import (
+    Group,
+    GroupLimits,
+    HostRow,
+    LongRow,
+    host_row,
+    kv_layers,
+    plan_groups,
+    store,
+)
 from glowplug.plugins.attention.torch_mla import TorchMlaOptions
 
 GATHERED_NUMBERS = 1 << 26  #: latent numbers gathered at once for decoding rows
@@ -34,8 +43,11 @@ class TorchMla:
         self._dtype: torch.dtype = worker.dtype or getattr(torch, plan.dtype)
         self._kv: tuple[Mapping[str, Tensor], ...] = ()
         self._groups: list[Group | LongRow] = []
+        self._row: HostRow | None = None
         self._slots: Tensor | None = None
         self._limits = _limits(plan, self._absorb)
+        plain = self._absorb and self._dtype is torch.float32 and plan.kv_dtype == "float32"
+        self._row_keys = few.row_keys(plan.facts.model.num_heads, *_sizes(plan)) if plain else 0
 
     def kv_layout(self) -> KVLayout:
         facts, dtype = self._plan.facts.model, self._plan.kv_dtype
@@ -47,11 +59,16 @@ class TorchMla:
 
     def plan_step(self, batch: Batch, slot: object | None) -> None:
         self._slots = batch.slots
-        self._groups = plan_groups(batch, self._page_size, self._limits,
-                                   torch.float32 if self._absorb else self._dtype, self._dtype)
+        self._row = host_row(batch, self._page_size, few.ROW_QUERIES, self._row_keys)
+        self._groups = [] if self._row is not None else plan_groups(
+            batch, self._page_size, self._limits, torch.float32 if self._absorb else self._dtype, self._dtype)
 
     def mla(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, layer: MlaLayer) -> Tensor:
         pool = self._kv[layer.index]
+        if self._row is not None:
+            keys = self._row.exchange(pool["latent"], latent), self._row.exchange(pool["rope"], k_rope)
+            return torch.from_numpy(few.attend_row(
+                q_nope.numpy(), q_rope.numpy(), *keys, layer.w_uk.numpy(), layer.w_uv.numpy(), layer.scale))
         latent = store(pool["latent"], self._slots, latent)
         k_rope = store(pool["rope"], self._slots, k_rope)
         parts = []
@@ -109,11 +126,17 @@ class TorchMla:
         return state[0].to(dtype)
 
 
+def _sizes(plan: EnginePlan) -> tuple[int, int, int, int]:
+    """Nope, rope, latent and value size of a head."""
+    facts = plan.facts.model
+    return (int(facts.config.get("qk_nope_head_dim", 128)), facts.qk_rope_head_dim, facts.kv_lora_rank,
+            int(facts.config.get("v_head_dim", 128)))
+
+
 def _limits(plan: EnginePlan, absorb: bool) -> GroupLimits:
     facts = plan.facts.model
-    config = facts.config
-    per_key = facts.num_heads * sum(int(config.get(name, 128)) for name in (
-        "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    nope, rope, _, value = _sizes(plan)
+    per_key = facts.num_heads * (nope + rope + value)
     expanded = max(64, EXPANDED_NUMBERS // per_key)
     gathered = max(64, GATHERED_NUMBERS // max(1, facts.kv_lora_rank))
     return GroupLimits(decode_keys=gathered if absorb else expanded, keys=expanded, own=absorb, split=absorb)
