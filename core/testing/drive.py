@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,13 +28,36 @@ def sequence(id: int, prompt: list[int], *, max_tokens: int = 8, stop_ids: froze
 
 @dataclass
 class Collected:
-    """What the front would have heard of one sequence."""
+    """What the front would have heard of one sequence. ``counts``: tokens of each step that yielded some."""
 
     tokens: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)
     finished: Finished | None = None
     admitted: Admitted | None = None
+
+
+def collect(seen: Mapping[int, Collected], output: StepOutput) -> None:
+    """Book ``output`` under its sequences. AssertionError when it says something that no engine may say."""
+    counts = output.counts or [1] * len(output.ids)
+    assert sum(counts) == len(output.tokens), "tokens and counts disagree"
+    at = 0
+    for id, count in zip(output.ids, counts, strict=True):
+        assert count > 0 and seen[id].finished is None, f"sequence {id} yields after its end"
+        seen[id].tokens += output.tokens[at : at + count]
+        seen[id].counts.append(count)
+        at += count
+    for id, values in output.logprobs:
+        seen[id].logprobs += values.token
+    for id, values in output.prompt_logprobs:
+        seen[id].prompt_logprobs += values.token
+    for admitted in output.admitted:
+        assert seen[admitted.id].admitted is None, f"sequence {admitted.id} is admitted twice"
+        seen[admitted.id].admitted = admitted
+    for finished in output.finished:
+        assert seen[finished.id].finished is None, f"sequence {finished.id} ends twice"
+        seen[finished.id].finished = finished
 
 
 class Drive:
@@ -63,7 +87,7 @@ class Drive:
     def abort(self, *ids: int, reason: str = "abort") -> StepOutput | None:
         output = self.scheduler.abort(Abort(list(ids), reason))
         if output is not None:
-            self._collect(output)
+            collect(self.seen, output)
         return output
 
     def step(self) -> bool:
@@ -77,10 +101,10 @@ class Drive:
             self.batches.append(batch)
             self.inflight.append((batch, self.model.launch(batch)))
         if self.inflight and (batch is None or len(self.inflight) > self.depth):
-            self._collect(self.scheduler.commit(*self.inflight.popleft()))
+            collect(self.seen, self.scheduler.commit(*self.inflight.popleft()))
         pending = self.scheduler.take_pending()
         if pending is not None:
-            self._collect(pending)
+            collect(self.seen, pending)
         self.scheduler.check()
         return bool(self.inflight) or self._unfinished()
 
@@ -104,22 +128,3 @@ class Drive:
 
     def _unfinished(self) -> bool:
         return any(seen.finished is None for seen in self.seen.values())
-
-    def _collect(self, output: StepOutput) -> None:
-        counts = output.counts or [1] * len(output.ids)
-        assert sum(counts) == len(output.tokens), "tokens and counts disagree"
-        at = 0
-        for id, count in zip(output.ids, counts, strict=True):
-            assert count > 0 and self.seen[id].finished is None, f"sequence {id} yields after its end"
-            self.seen[id].tokens += output.tokens[at : at + count]
-            at += count
-        for id, values in output.logprobs:
-            self.seen[id].logprobs += values.token
-        for id, values in output.prompt_logprobs:
-            self.seen[id].prompt_logprobs += values.token
-        for admitted in output.admitted:
-            assert self.seen[admitted.id].admitted is None, f"sequence {admitted.id} is admitted twice"
-            self.seen[admitted.id].admitted = admitted
-        for finished in output.finished:
-            assert self.seen[finished.id].finished is None, f"sequence {finished.id} ends twice"
-            self.seen[finished.id].finished = finished
