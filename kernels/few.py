@@ -38,8 +38,8 @@ def is_few(x: Tensor) -> bool:
 def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:
     """x / sqrt(mean(x^2) + eps) * weight [N]."""
     if x.size == weight.size:  # one token: a dot product and two products
-        row = x.reshape(-1)
-        one: Floats = x * np.float32(1.0 / math.sqrt(float(np.dot(row, row)) / row.size + eps))
+        row = x.ravel()
+        one: Floats = x * (1.0 / math.sqrt(float(np.dot(row, row)) / row.size + eps))
         one *= weight
         return one
     scale: Floats = np.add.reduce(x * x, axis=-1, keepdims=True)

@@ -113,8 +113,9 @@ def prepare(cos_sin: Tensor, interleaved: bool) -> tuple[Tensor, ...]:
 
 def rotate(x: Tensor, prepared: tuple[Tensor, ...]) -> Tensor:
     """x [T, H, R] (last dimension contiguous) -> rotated, as :func:`rotate_reference`."""
-    wide = x.float()
+    wide = x if x.dtype is torch.float32 else x.float()
     if len(prepared) == 1:  # neighbouring pairs are complex numbers
-        return (wide.view(torch.complex64) * prepared[0]).view(torch.float32).to(x.dtype)
+        turned = (wide.view(torch.complex64) * prepared[0]).view(torch.float32)
+        return turned if wide is x else turned.to(x.dtype)
     cos, sin = prepared
     return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)

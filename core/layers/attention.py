@@ -47,6 +47,7 @@ class MlaAttention(Module):
         self.input_proj = Linear(context, f"{name}.input_proj", sizes.hidden, [first, Part(
             f"{name}.kv_a_proj_with_mqa", sizes.kv_lora + sizes.rope, "replicated", bias=sizes.bias)])
         self._split = [self.input_proj.outputs[0], sizes.kv_lora, sizes.rope]
+        self._split_query = [sizes.nope, sizes.rope]
         self.q_norm: RmsNorm | None = None
         if not direct:
             self.q_b = Linear(context, f"{name}.q_b_proj", sizes.q_lora or 0,
@@ -83,8 +84,9 @@ class MlaAttention(Module):
         first, latent, k_rope = self.input_proj.forward(x).split_with_sizes(self._split, dim=-1)
         query = first if self.q_norm is None else self.q_b.forward(self.q_norm.forward(first))
         query = query.view(-1, self.heads, self.nope_dim + self.rope_dim)
-        q_rope, k_rope = self._rope(query[..., self.nope_dim :], k_rope.unsqueeze(1), at)
-        out = self._mla(query[..., : self.nope_dim], q_rope, self.kv_norm.forward(latent), k_rope.squeeze(1), self)
+        q_nope, q_rope = query.split_with_sizes(self._split_query, dim=-1)
+        q_rope, k_rope = self._rope(q_rope, k_rope.unsqueeze(1), at)
+        out = self._mla(q_nope, q_rope, self.kv_norm.forward(latent), k_rope.squeeze(1), self)
         return self.o_proj.forward(out)
 
 

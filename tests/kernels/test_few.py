@@ -9,6 +9,7 @@ from torch import Tensor
 
 from glowplug.kernels import few, fp8
 from glowplug.kernels.activation import silu_and_mul
+from glowplug.kernels.mla import mla_reference
 from glowplug.kernels.norm import rms_norm
 from glowplug.kernels.routing import topk_sigmoid
 
@@ -51,3 +52,23 @@ def test_rounding_few_is_rounding_many(monkeypatch: pytest.MonkeyPatch) -> None:
     found = fp8.fake_quantize_tokens(x)
     monkeypatch.setattr(few, "FEW", 0)
     assert torch.equal(found, fp8.fake_quantize_tokens(x))
+
+
+@pytest.mark.parametrize("width", [1, 2, 5])
+@pytest.mark.parametrize(("heads", "nope", "rope", "size", "value"), [
+    (3, 8, 4, 16, 6), (8, 64, 128, 128, 64), (1, 1, 2, 3, 5)])
+def test_attend_row_is_the_definition(width: int, heads: int, nope: int, rope: int, size: int, value: int) -> None:
+    for keys in (width, width + 1, 61, few.row_keys(heads, nope, rope, size, value) if size > 16 else 200):
+        shapes = ((width, heads, nope), (width, heads, rope), (keys, size), (keys, rope), (heads, nope, size),
+                  (heads, size, value))
+        generator = torch.Generator().manual_seed(keys)
+        args = [torch.randn(shape, generator=generator) * 0.5 for shape in shapes]
+        before = [x.clone() for x in args]
+        found = torch.from_numpy(few.attend_row(*(x.numpy() for x in args), 0.3))
+        torch.testing.assert_close(found.double(), mla_reference(*args, 0.3).flatten(1), rtol=1e-4, atol=2e-5)
+        assert all(torch.equal(x, y) for x, y in zip(args, before, strict=True)), "the cache is not overwritten"
+
+
+def test_row_keys_stay_below_the_threads_of_the_product() -> None:
+    assert few.row_keys(8, 64, 128, 128, 64) == 255
+    assert few.row_keys(128, 128, 64, 512, 128) == 0, "published sizes go through torch"
