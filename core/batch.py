@@ -116,8 +116,8 @@ class StepResult:
 class StepShape:
     """What ranks agree on before a step: the mode, the most rows and tokens of any rank, and the load.
 
-    ``load``: sequences running or waiting (of this rank's group when it goes into ``agree``, of all groups when it
-    comes out), plus one for a step in flight; 0 means that there is nothing left to do anywhere.
+    ``load``: sequences running or waiting, of this rank's group when it goes into ``agree``, of all groups when it
+    comes out (0 without groups). Ranks launch together, so a step in flight is known without it.
     """
 
     mode: Mode

@@ -4,13 +4,15 @@ With ``overlap`` the next step is launched before the last one is read: the samp
 next step, and a sequence that turns out to have ended costs one surplus token, which commit drops. Without it each
 step is committed at once. Both give the same tokens.
 
-Every rank runs this loop on the same messages and the same time, which rank 0 hands round at the start of a turn.
+Every rank runs this loop on the same messages and the same time, which rank 0 hands round at the start of a turn. With
+a request router, ranks form groups with a scheduler's decisions each: a sequence is added by its owners only, one rank
+of each group reports, and before a step all ranks agree on it, once a turn, whatever else happens in it.
 """
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from typing import Any
 
 import numpy as np
@@ -19,11 +21,9 @@ from glowplug.core.batch import Batch, idle_batch, shape_of
 from glowplug.core.errors import RequestError
 from glowplug.core.messages import (
     Abort,
-    Control,
     Finished,
     Inbound,
     Outbound,
-    Reply,
     Stats,
     StepOutput,
     Submit,
@@ -36,12 +36,11 @@ from glowplug.core.observe import StepObserver, StepTimer
 from glowplug.core.offers import Mode
 from glowplug.core.parallel_stack import ParallelStack
 from glowplug.core.protocols import Collectives, Scheduler
+from glowplug.core.rank_controls import ControlHandler, RankControls
 from glowplug.core.request import Sequence
 from glowplug.core.runner import InFlight, Runner
 
 STATS_EVERY = 0.1  #: seconds between statistics while busy; they also follow every finish and every turn to idle
-
-ControlHandler = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class RankClock:
@@ -58,20 +57,28 @@ class Engine:
     """One rank's engine. Not thread-safe: one thread calls ``turn``.
 
     Args:
-        leads: this is rank 0, whose front's messages all ranks work on, and whose outputs count.
+        ranks: how many run this loop together.
+        leads: this is rank 0, whose front's messages all ranks work on, and which answers Controls.
         observers: called after each committed step.
         controls: handlers by a Control's action.
         closing: called in order by ``close``.
+
+    Attributes:
+        answers: this rank tells the front what becomes of its sequences: rank 0, or the leader of each group.
     """
 
     def __init__(self, *, scheduler: Scheduler, runner: Runner, parallel: ParallelStack, collectives: Collectives,
-                 overlap: bool, clock: RankClock, leads: bool = True, observers: Seq[StepObserver] = (),
-                 controls: dict[str, ControlHandler] | None = None, closing: Seq[Callable[[], None]] = ()) -> None:
+                 overlap: bool, clock: RankClock, ranks: int = 1, leads: bool = True,
+                 observers: Seq[StepObserver] = (), controls: Mapping[str, ControlHandler] | None = None,
+                 closing: Seq[Callable[[], None]] = ()) -> None:
         self.scheduler, self.runner = scheduler, runner
         self.parallel, self.collectives = parallel, collectives
         self.overlap, self.clock, self.leads = overlap, clock, leads
         self.observers, self._closing = tuple(observers), list(closing)
-        self.controls = {"flush": self._flush, **(controls or {})}
+        self.controls = RankControls({"flush": self._flush, **(controls or {})}, collectives, ranks)
+        self._router = parallel.router()
+        self.answers = leads if self._router is None else self._router.leads
+        self._load = 0  # sequences of all groups, as of the last agreement; 0 without groups
         self._inflight: InFlight | None = None
         self._stats_due = 0.0
         self._timer = StepTimer()
@@ -79,8 +86,11 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Nothing launched and nothing to schedule."""
-        if self._inflight is not None:
+        """Nothing launched and nothing to schedule, in this group or any other.
+
+        NOTE: ranks launch together or not at all, so that this rank's step in flight stands for the others'.
+        """
+        if self._inflight is not None or self._load:
             return False
         load = self.scheduler.load()
         return load.running == 0 and load.waiting == 0
@@ -89,6 +99,7 @@ class Engine:
         """One turn of the loop: take in, step, hand out. None: the front has gone, and every rank ends.
 
         ``frames`` and ``stop`` are what rank 0 heard from the front; other ranks leave them out and wait for rank 0.
+        Returns what the front is to hear from this rank: nothing unless it ``answers``.
         """
         own = encode_turn(Turn(time.monotonic(), list(frames), stop)) if self.leads else None
         turn = decode_turn(self.collectives.broadcast_bytes(own))
@@ -99,7 +110,7 @@ class Engine:
         for frame in turn.frames:
             found.extend(self.receive(decode_inbound(frame)))
         found.extend(self.step())
-        return found
+        return found if self.answers else []
 
     def close(self) -> None:
         """The rank ends: plugins hear of it, graphs and collectives go. Idempotent; one failure stops no other."""
@@ -113,7 +124,7 @@ class Engine:
     # ---- in ---------------------------------------------------------------------------------------------------------
 
     def receive(self, messages: list[Inbound]) -> list[Outbound]:
-        """Take in messages; returns what they cause at once (refusals, replies, ends of aborted sequences)."""
+        """Take in messages; returns what they cause at once here (refusals, replies, ends of aborted sequences)."""
         answers: list[Outbound] = []
         for message in messages:
             answer = self._receive_one(message)
@@ -126,7 +137,8 @@ class Engine:
             return self._submit(message)
         if isinstance(message, Abort):
             return self.scheduler.abort(message)
-        return self._control(message)
+        reply = self.controls.answer(message)
+        return reply if self.leads else None
 
     def _submit(self, message: Submit) -> StepOutput | None:
         sequence = Sequence(
@@ -134,23 +146,19 @@ class Engine:
             priority=message.priority, salt=message.salt, arrival=self.clock(),
             stop_ids=frozenset(message.stop_ids), timeout=message.timeout, queue_timeout=message.queue_timeout,
         )
+        if self._router is not None and not self._router.owns(sequence):
+            return None
         try:
             self.scheduler.add(sequence)
         except RequestError as error:
             return StepOutput(finished=[Finished(message.id, "error", error=str(error), error_code=error.code)])
         return None
 
-    def _control(self, message: Control) -> Reply:
-        handler = self.controls.get(message.action)
-        if handler is None:
-            return Reply(message.id, False, error=f"unknown action {message.action!r}")
-        try:
-            return Reply(message.id, True, handler(message.args))
-        except RequestError as error:
-            return Reply(message.id, False, error=str(error))
-
     def _flush(self, args: dict[str, Any]) -> dict[str, Any]:
-        if not self.scheduler.flush():
+        """All ranks or none: a group that is busy refuses for every other."""
+        launched = self._inflight is not None and self._inflight.batch.mode is not Mode.IDLE
+        still = not launched and self.scheduler.load().running == 0
+        if not self.controls.everywhere(still) or not self.scheduler.flush():
             raise RequestError("requests are running; the cache can be flushed only when idle")
         return {}
 
@@ -169,31 +177,38 @@ class Engine:
         else:
             due = launched
         if due is not None:
-            outputs.append(self._commit(due))
+            outputs.extend(self._commit(due))
         pending = self.scheduler.take_pending()
         if pending is not None:
             outputs.append(pending)
-        self._attach_stats(outputs)
+        if self.answers:
+            self._attach_stats(outputs)
         return outputs
 
     def _agreed(self, batch: Batch | None) -> Batch | None:
         """Ranks that may differ agree on the step; one without work joins it with an idle batch."""
-        shape = self.parallel.agree(shape_of(batch))
+        shape = self.parallel.agree(shape_of(batch, 0 if self._router is None else self._own_load()))
+        self._load = shape.load
         if batch is None and shape.mode is not Mode.IDLE:
             batch = idle_batch()
         if batch is not None:
             batch.agreed = shape
         return batch
 
-    def _commit(self, inflight: InFlight) -> StepOutput:
+    def _own_load(self) -> int:
+        load = self.scheduler.load()
+        return load.running + load.waiting
+
+    def _commit(self, inflight: InFlight) -> list[Outbound]:
+        """What the step came to; nothing for an idle one."""
         result = inflight.wait()
         self._timer.done()
         if inflight.batch.mode is Mode.IDLE:
-            return StepOutput()
+            return []
         output = self.scheduler.commit(inflight.batch, result)
         for observer in self.observers:
             observer.step(inflight.batch, output)
-        return output
+        return [output]
 
     def _attach_stats(self, outputs: list[Outbound]) -> None:
         now = time.monotonic()
@@ -215,4 +230,5 @@ class Engine:
     def _stats(self) -> Stats:
         stats = self.scheduler.load()
         stats.step_seconds, stats.bubble_seconds = self._timer.step_seconds, self._timer.bubble_seconds
+        stats.group = 0 if self._router is None else self._router.group
         return stats

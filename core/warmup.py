@@ -1,33 +1,49 @@
 """The self-test before Ready: one prefill and one decode step on the scratch page, of the largest admitted shapes.
 
 It allocates what the first requests would allocate, pays first-use costs, and refuses a model whose logits are not
-finite before any client can see it.
+finite before any client can see it. Ranks take the same steps together; groups of ranks also one in which only the
+first group has work.
 """
 from __future__ import annotations
 
 import numpy as np
 
-from glowplug.core.batch import Batch
+from glowplug.core.batch import Batch, idle_batch, shape_of
 from glowplug.core.errors import GlowplugError
 from glowplug.core.offers import Mode
 from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import RequestRouter
 from glowplug.core.runner import Runner
 
 WARM_TOKENS = 2048  #: longest warm-up prefill; beyond it the cost is arithmetic, not first use
 
 
-def warm_up(runner: Runner, plan: EnginePlan) -> None:
+def warm_up(runner: Runner, plan: EnginePlan, router: RequestRouter | None = None) -> None:
     """GlowplugError when a step yields NaN."""
+    for own in (_prefill, _decode):
+        batch = own(plan)
+        _run(runner, batch, batch)
+    if router is not None:
+        busy = _decode(plan)
+        _run(runner, busy if router.group == 0 else idle_batch(), busy)
+
+
+def _run(runner: Runner, batch: Batch, widest: Batch) -> None:
+    """One step; ``widest`` is what the rank with the most work computes in it."""
+    batch.agreed = shape_of(widest)
+    if runner.launch(batch).wait().bad.any():
+        raise GlowplugError("self-test: the model's logits are not finite (NaN or all -inf)")
+
+
+def _prefill(plan: EnginePlan) -> Batch:
     length = min(plan.sizes.chunk_size, plan.sizes.context_length - plan.sizes.width, WARM_TOKENS)
-    vocab = plan.facts.model.vocab_size
-    ids = (np.arange(length, dtype=np.int64) * 7919 % vocab).astype(np.int32)
-    steps = (_scratch_batch(plan, Mode.PREFILL, 1, length, ids),
-             _scratch_batch(plan, Mode.DECODE if plan.sizes.width == 1 else Mode.VERIFY,
-                            min(plan.sizes.max_running, 8), plan.sizes.width, ids[:0]))
-    for batch in steps:
-        result = runner.launch(batch).wait()
-        if result.bad.any():
-            raise GlowplugError("self-test: the model's logits are not finite (NaN or all -inf)")
+    ids = (np.arange(length, dtype=np.int64) * 7919 % plan.facts.model.vocab_size).astype(np.int32)
+    return _scratch_batch(plan, Mode.PREFILL, 1, length, ids)
+
+
+def _decode(plan: EnginePlan) -> Batch:
+    mode = Mode.DECODE if plan.sizes.width == 1 else Mode.VERIFY
+    return _scratch_batch(plan, mode, min(plan.sizes.max_running, 8), plan.sizes.width, np.zeros(0, np.int32))
 
 
 def _scratch_batch(plan: EnginePlan, mode: Mode, rows: int, tokens: int, ids: np.ndarray) -> Batch:

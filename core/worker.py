@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from glowplug.core.build import BuildContext
-from glowplug.core.engine import ControlHandler, Engine, RankClock
+from glowplug.core.engine import Engine, RankClock
 from glowplug.core.errors import GlowplugError
 from glowplug.core.facts import ModelFacts
 from glowplug.core.loading import load_model
@@ -26,6 +26,7 @@ from glowplug.core.plan import Choice, EnginePlan
 from glowplug.core.plugins import PluginSet
 from glowplug.core.profiling import Profiler
 from glowplug.core.protocols import Limits, Model, QuantizationScheme, Scheduler, Worker
+from glowplug.core.rank_controls import ControlHandler
 from glowplug.core.rows import SequenceTable
 from glowplug.core.runner import Runner
 from glowplug.core.warmup import warm_up
@@ -94,9 +95,9 @@ class RankBuilder:
         pages = PageAllocator(sizes.num_pages)
         cache = self.component("cache")
         scheduler.bind(table, pages, cache, self.component("policy"))
-        self._warm_up(runner)
+        self._warm_up(runner, context.parallel)
         return Engine(scheduler=scheduler, runner=runner, parallel=context.parallel, collectives=context.collectives,
-                      overlap=plan.overlap, clock=self.clock, leads=self.worker.rank == 0,
+                      overlap=plan.overlap, clock=self.clock, ranks=self.worker.ranks, leads=self.worker.rank == 0,
                       observers=self._observers(), controls=self._controls(scheduler),
                       closing=[self._stopping, runner.graphs.close, context.collectives.close])
 
@@ -139,10 +140,10 @@ class RankBuilder:
                       num_pages=sizes.num_pages, width=sizes.width,
                       vocab=self.plan.facts.model.vocab_size, kv=pool.layers)
 
-    def _warm_up(self, runner: Runner) -> None:
+    def _warm_up(self, runner: Runner, parallel: ParallelStack) -> None:
         started = time.perf_counter()
         self.report("warmup", 0, 1)
-        warm_up(runner, self.plan)
+        warm_up(runner, self.plan, parallel.router())
         runner.graphs.capture(runner)
         self.meter.mark("activations")
         self._lap("warmup", started)
