@@ -16,6 +16,7 @@ class ParallelStack:
 
     def __init__(self, strategies: Seq[ParallelStrategy]) -> None:
         self.strategies = tuple(strategies)
+        self._exchanges: dict[str, ExpertExchange] = {}
 
     def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard:
         """The last opinion on this dimension; the whole of it when nobody has one."""
@@ -46,6 +47,22 @@ class ParallelStack:
             x = strategy.enter_attention(x, batch)
         return x
 
-    def expert_exchange(self) -> ExpertExchange | None:
-        found = [exchange for strategy in self.strategies if (exchange := strategy.expert_exchange()) is not None]
-        return found[-1] if found else None
+    def expert_exchange(self, name: str, experts: int) -> ExpertExchange | None:
+        """That of the last strategy that has one for this layer."""
+        for strategy in reversed(self.strategies):
+            exchange = strategy.expert_exchange(name, experts)
+            if exchange is not None:
+                self._exchanges[name] = exchange
+                return exchange
+        return None
+
+    def expert_load(self) -> dict[str, list[int]]:
+        """Tokens that chose each expert on this rank, by layer; empty where nobody counts. Waits for the device."""
+        return {name: exchange.load.tolist() for name, exchange in self._exchanges.items()
+                if exchange.load is not None}
+
+    def forget_load(self) -> None:
+        """Counts start again from nothing."""
+        for exchange in self._exchanges.values():
+            if exchange.load is not None:
+                exchange.load.zero_()

@@ -273,15 +273,26 @@ class Shard:
 
 
 class ExpertExchange(Protocol):
-    """Moves tokens to the ranks of their experts and back. One call of each a layer, in turn."""
+    """Moves one layer's tokens to the ranks of their experts and back. Each step calls each method once, in turn.
+
+    Attributes:
+        load: int64 [experts], on the device: how many tokens chose each expert so far. Over the ranks of a group every
+            token is counted once, padding never. None: nobody counts.
+    """
+
+    load: Tensor | None
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's attention tokens x [T, hidden], ids int64 and weights float32 [T, K] -> the same of the M tokens
         that this rank's experts work on; ids are local expert numbers, -1 where the expert is elsewhere."""
         ...
 
-    def combine(self, y: Tensor) -> Tensor:
-        """This rank's (partial) results y [M, hidden] -> the complete results [T, hidden] of its attention tokens."""
+    def combine(self, y: Tensor, partial: Tensor | None = None) -> Tensor:
+        """This rank's (partial) results y [M, hidden] -> the complete results [T, hidden] of its attention tokens.
+
+        ``partial`` [T, hidden] is this rank's term of a sum over "attn_tp" (the shared expert's), added to the result.
+        Both may be overwritten.
+        """
         ...
 
 
@@ -331,7 +342,13 @@ class ParallelStrategy(Protocol):
         """Before an MLP, already normed: this rank's attention tokens -> the tokens MLPs work on."""
         ...
 
-    def expert_exchange(self) -> ExpertExchange | None: ...
+    def expert_exchange(self, name: str, experts: int) -> ExpertExchange | None:
+        """The exchange of the mixture ``name`` of ``experts`` experts; None: its tokens need not move.
+
+        With one, the layer gets this rank's own attention tokens, and its shared expert's "column" and "row" are split
+        over "attn_tp" at most.
+        """
+        ...
 
 
 class Collectives(Protocol):

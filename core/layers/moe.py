@@ -97,7 +97,7 @@ class Moe(Module):
                           reduce=not self.experts.reduce) if sizes.shared else None
         readers = [self.experts] if self.shared is None else [self.experts, self.shared]
         self._cast: Callable[[Tensor], Tensor] | None = caster(context.ops, *readers)  # type: ignore[assignment]
-        self._exchange = context.parallel.expert_exchange()
+        self._exchange = context.parallel.expert_exchange(name, sizes.experts)
         self._collectives = context.collectives if self.experts.reduce else None
 
     def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:

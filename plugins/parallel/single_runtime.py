@@ -34,5 +34,5 @@ class Single:
     def leave_attention(self, x: Tensor, batch: Batch) -> Tensor:
         return x
 
-    def expert_exchange(self) -> ExpertExchange | None:
+    def expert_exchange(self, name: str, experts: int) -> ExpertExchange | None:
         return None

@@ -69,7 +69,7 @@ class Rank:
     def leave_attention(self, x: Tensor, batch: Batch) -> Tensor:
         return x
 
-    def expert_exchange(self) -> ExpertExchange | None:
+    def expert_exchange(self, name: str, experts: int) -> ExpertExchange | None:
         return None
 
     def all_reduce(self, x: Tensor, axis: str) -> Tensor:

@@ -62,7 +62,7 @@ class Strategy:
 
     leave_attention = enter_attention
 
-    def expert_exchange(self) -> Any:
+    def expert_exchange(self, name: str, experts: int) -> Any:
         return self.exchange
 
 
@@ -72,8 +72,8 @@ def test_a_later_strategy_refines_the_ones_before() -> None:
     stack = ParallelStack([Strategy(1, {"heads": split, "row": split}, mine), Strategy(2, {"heads": whole})])  # type: ignore[list-item]
     assert stack.shard("heads", "a", 16) is whole and stack.shard("row", "a", 16) is split
     assert stack.shard("vocab", "a", 48) == Shard(0, 48, 48)
-    assert stack.router() is None and stack.expert_exchange() is mine
+    assert stack.router() is None and stack.expert_exchange("a", 4) is mine
     assert stack.agree(StepShape(Mode.DECODE, 0, 0)).rows == 12
     zero = torch.zeros(())
     assert stack.leave_attention(zero, idle_batch()) == 12 and stack.enter_attention(zero, idle_batch()) == 21
-    assert ParallelStack([]).expert_exchange() is None
+    assert ParallelStack([]).expert_exchange("a", 4) is None
