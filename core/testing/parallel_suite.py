@@ -1,14 +1,20 @@
-"""Conformance suites of the ``parallel`` and ``collectives`` slots. Subclass one and define ``make``."""
+"""Conformance suites of the ``parallel`` and ``collectives`` slots. Subclass one and define ``make`` (or ``run``)."""
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from glowplug.core.batch import NO_WORK, StepShape, idle_batch
 from glowplug.core.offers import Mode
 from glowplug.core.protocols import Collectives, ParallelStrategy, Shard
 
 CUT = ("column", "row", "vocab", "heads", "experts", "expert_width")  #: roles whose parts are disjoint
+DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 
 
 class ParallelSuite:
@@ -73,12 +79,125 @@ class CollectivesSuite:
         kept = x.clone()
         for made in (collectives.all_reduce(x, "tp"), collectives.all_gather(x, "tp"),
                      collectives.all_gather(x, "tp", 1), collectives.reduce_scatter(x, "tp"),
-                     collectives.all_to_all(x, "tp")):
+                     collectives.all_to_all(x, "tp"),
+                     collectives.all_to_all_rows(x, [shape[0]], [shape[0]], "tp")):
             assert torch.equal(made, kept)
 
     def test_rank_0s_bytes_arrive(self, collectives: Collectives) -> None:
         assert collectives.broadcast_bytes(b"\x00frame") == b"\x00frame" and collectives.broadcast_bytes(b"") == b""
 
+    def test_one_rank_gathers_its_own(self, collectives: Collectives) -> None:
+        assert collectives.all_gather_bytes(b"alone") == [b"alone"]
+        assert collectives.all_gather_numbers(np.array([4, -2], np.int64)).tolist() == [[4, -2]]
+
     def test_it_closes_twice(self, collectives: Collectives) -> None:
         collectives.close()
         collectives.close()
+
+
+def ranks_of(mesh: Mapping[str, int]) -> int:
+    return mesh.get("tp", 1) * mesh.get("pp", 1)
+
+
+class RankedCollectivesSuite:
+    """What holds for every backend of several ranks. Define ``run``; ``ranks`` is 2 or more, and a power of two."""
+
+    ranks = 2
+
+    def run(self, body: Callable[[Collectives, int], Any], mesh: Mapping[str, int] | None = None) -> list[Any]:
+        """``body(collectives, rank)`` on every rank of ``mesh`` ({"tp": ranks}) at the same time; results by rank."""
+        raise NotImplementedError
+
+    def parts(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        """A random tensor for each rank."""
+        every = torch.randn(self.ranks, *shape, generator=torch.Generator().manual_seed(sum(shape))) * 100
+        return list(every.to(dtype).unbind(0))
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("shape", [(1,), (7, 3), (5, 1031), (2, 65537)])
+    def test_all_reduce_gives_every_rank_the_same_bits(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        parts = self.parts(shape, dtype)
+        made = self.run(lambda held, rank: held.all_reduce(parts[rank].clone(), "tp"))
+        assert made[0].dtype == dtype and all(torch.equal(made[0], other) for other in made[1:])
+        loose = 0.05 if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(made[0].double(), torch.stack(parts).double().sum(0), rtol=loose, atol=100 * loose)
+
+    def test_a_view_is_reduced_too(self) -> None:
+        parts = self.parts((6, 8))
+        made = self.run(lambda held, rank: held.all_reduce(parts[rank].t()[1:5], "tp"))
+        torch.testing.assert_close(made[0], torch.stack(parts).sum(0).t()[1:5])
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("dim", [0, 1, -1])
+    def test_all_gather_is_in_rank_order(self, dim: int, dtype: torch.dtype) -> None:
+        parts = self.parts((3, 5), dtype)
+        made = self.run(lambda held, rank: held.all_gather(parts[rank], "tp", dim))
+        assert all(torch.equal(found, torch.cat(parts, dim)) for found in made)
+
+    def test_reduce_scatter_deals_out_the_sum(self) -> None:
+        parts = self.parts((self.ranks * 3, 5))
+        made = self.run(lambda held, rank: held.reduce_scatter(parts[rank].clone(), "tp"))
+        torch.testing.assert_close(torch.cat(made), torch.stack(parts).sum(0))
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_all_to_all_transposes(self, dtype: torch.dtype) -> None:
+        parts = self.parts((self.ranks, 3, 4), dtype)
+        made = self.run(lambda held, rank: held.all_to_all(parts[rank], "tp"))
+        for rank, found in enumerate(made):
+            assert torch.equal(found, torch.stack([part[rank] for part in parts]))
+
+    def test_all_to_all_rows_takes_any_counts(self) -> None:
+        """Rank r sends (r + 2 * i) % 3 rows to rank i: some none, and one rank may send or receive nothing at all."""
+        counts = [[(sender + 2 * to) % 3 for to in range(self.ranks)] for sender in range(self.ranks)]
+        counts[-1] = [0] * self.ranks
+        parts = [torch.randn(sum(row), 4) for row in counts]
+
+        def body(held: Collectives, rank: int) -> Tensor:
+            return held.all_to_all_rows(parts[rank], counts[rank], [row[rank] for row in counts], "tp")
+
+        for rank, found in enumerate(self.run(body)):
+            sent = [part.split(row)[rank] for part, row in zip(parts, counts, strict=True)]
+            assert torch.equal(found, torch.cat(sent))
+
+    def test_no_rows_are_exchanged_like_any(self) -> None:
+        def body(held: Collectives, rank: int) -> list[tuple[int, ...]]:
+            x = torch.empty(0, 4)
+            none = [0] * self.ranks
+            made = [held.all_reduce(x, "tp"), held.all_gather(x, "tp"), held.all_gather(x, "tp", -1),
+                    held.reduce_scatter(x, "tp"), held.all_to_all(torch.empty(self.ranks, 0, 4), "tp"),
+                    held.all_to_all_rows(x, none, none, "tp")]
+            return [tuple(found.shape) for found in made]
+
+        expected = [(0, 4), (0, 4), (0, 4 * self.ranks), (0, 4), (self.ranks, 0, 4), (0, 4)]
+        assert self.run(body) == [expected] * self.ranks
+
+    @pytest.mark.parametrize("size", [0, 1, 2040, 2041, 300_001])
+    def test_rank_0s_bytes_reach_every_rank(self, size: int) -> None:
+        data = bytes(i % 251 for i in range(size))
+        assert self.run(lambda held, rank: held.broadcast_bytes(data if rank == 0 else None)) == [data] * self.ranks
+
+    def test_every_ranks_bytes_and_numbers_arrive(self) -> None:
+        def body(held: Collectives, rank: int) -> tuple[list[bytes], list[list[int]]]:
+            return held.all_gather_bytes(b"r" * (rank * 1000)), held.all_gather_numbers(
+                np.array([rank, -1, 1 << 40], np.int64)).tolist()
+
+        expected = ([b"r" * (rank * 1000) for rank in range(self.ranks)],
+                    [[rank, -1, 1 << 40] for rank in range(self.ranks)])
+        assert self.run(body) == [expected] * self.ranks
+
+    def test_an_axis_connects_its_own_ranks_only(self) -> None:
+        """Two dp groups: a sum over attn_tp stays within one, a sum over dp crosses them."""
+        if self.ranks < 4:
+            pytest.skip("needs two groups of two")
+        mesh = {"tp": self.ranks, "dp": 2, "ep": self.ranks}
+        half = self.ranks // 2
+
+        def body(held: Collectives, rank: int) -> list[float]:
+            return [float(held.all_reduce(torch.tensor([2.0**rank]), axis)) for axis in
+                    ("attn_tp", "dp", "ep", "moe_tp", "pp")]
+
+        for rank, found in enumerate(self.run(body, mesh)):
+            own = [other for other in range(self.ranks) if other // half == rank // half]
+            across = [other for other in range(self.ranks) if other % half == rank % half]
+            assert found == [sum(2.0**r for r in own), sum(2.0**r for r in across), 2.0**self.ranks - 1,
+                             2.0**rank, 2.0**rank]

@@ -18,6 +18,7 @@ ENVIRONMENT_ACCESS = {
     "core/machine.py",  # CUDA_VISIBLE_DEVICES: which devices the driver gives this process
     "core/facts_read.py",  # HF_HOME: where the hub's own tools keep downloaded models
     "models/embedded/batches.py",  # training: tells the tokenizer's library that workers follow
+    "plugins/collectives/rendezvous.py",  # how torchrun tells its ranks where to meet
     "entrypoints/bench/local_server.py",  # hands its own environment to a child
 }
 IDENTITY = {"name", "use", "algorithm"}

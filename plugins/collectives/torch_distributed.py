@@ -1,0 +1,38 @@
+"""Collectives among ranks by torch.distributed's process groups: gloo between CPUs, NCCL between CUDA devices."""
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from glowplug.core.component import Component, Package
+from glowplug.core.hookspecs import hookimpl
+from glowplug.core.offers import CollectiveOffers
+from glowplug.core.options import CollectivesOptions
+
+RUNTIME = "glowplug.plugins.collectives.torch_distributed_runtime"
+
+
+class TorchDistributedOptions(CollectivesOptions):
+    interface: str | None = Field(None, description="network interface over which gloo reaches other hosts; None: the "
+                                                    "one that leads to rank 0's address, loopback on a single host")
+
+
+class GlooOptions(TorchDistributedOptions):
+    use: Literal["gloo"] = "gloo"
+
+
+class NcclOptions(TorchDistributedOptions):
+    use: Literal["nccl"] = "nccl"
+
+
+@hookimpl
+def register_collectives() -> list[Component]:
+    return [
+        Component(name="gloo", options=GlooOptions, factory=f"{RUNTIME}:Gloo",
+                  offers=CollectiveOffers(devices=frozenset({"cpu"}), ranks=True), requires=(Package("torch"),),
+                  summary="ranks on CPUs, of one host or several"),
+        Component(name="nccl", options=NcclOptions, factory=f"{RUNTIME}:Nccl",
+                  offers=CollectiveOffers(devices=frozenset({"cuda"}), ranks=True), requires=(Package("torch"),),
+                  summary="ranks on CUDA devices; what the host exchanges goes by gloo"),
+    ]

@@ -1,0 +1,190 @@
+"""Collectives over real process groups: ranks as threads (2 and 4) and as processes (2)."""
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed import HashStore, TCPStore
+
+from glowplug.core.errors import CollectiveError
+from glowplug.core.mesh import coordinates
+from glowplug.core.protocols import Collectives, Worker
+from glowplug.core.testing.parallel_suite import CollectivesSuite, RankedCollectivesSuite
+from glowplug.core.testing.plans import bare_plan
+from glowplug.plugins.collectives.torch_distributed import GlooOptions
+from glowplug.plugins.collectives.torch_distributed_runtime import Gloo
+
+
+@pytest.fixture(autouse=True)
+def quick_switches() -> Iterator[None]:
+    """Threads that wait for one another need the interpreter sooner than every 5 ms."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(before)
+
+
+def gloo(rank: int, mesh: dict[str, int], rendezvous: str = "", store: Any = None, timeout: float = 20.0) -> Gloo:
+    ranks = mesh.get("tp", 1) * mesh.get("pp", 1)
+    worker = Worker(rank=rank, ranks=ranks, coordinates=coordinates(rank, mesh), rendezvous=rendezvous)
+    return Gloo(GlooOptions(timeout=timeout), replace(bare_plan(), mesh=mesh), worker, store)
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+class Threads(RankedCollectivesSuite):
+    """Ranks are threads over one store in memory."""
+
+    def run(self, body: Callable[[Collectives, int], Any], mesh: Mapping[str, int] | None = None) -> list[Any]:
+        over, store = dict(mesh or {"tp": self.ranks}), HashStore()
+
+        def one(rank: int) -> Any:
+            held = gloo(rank, over, store=store)
+            try:
+                return body(held, rank)
+            finally:
+                held.close()
+
+        with ThreadPoolExecutor(self.ranks) as pool:
+            return list(pool.map(one, range(self.ranks)))
+
+
+class TestTwoThreads(Threads):
+    ranks = 2
+
+
+class TestFourThreads(Threads):
+    ranks = 4
+
+
+class TestOneRank(CollectivesSuite):
+    def make(self) -> Gloo:
+        return gloo(0, {}, store=HashStore())
+
+
+def in_threads(ranks: int, work: Callable[[int], Any]) -> list[Any]:
+    """Results, or the CollectiveErrors raised instead, by rank."""
+    def one(rank: int) -> Any:
+        try:
+            return work(rank)
+        except CollectiveError as error:
+            return error
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(one, range(ranks)))
+
+
+@pytest.mark.parametrize("scheme", ["file", "tcp"])
+def test_ranks_meet_at_an_address(scheme: str, tmp_path: Path) -> None:
+    address = f"file://{tmp_path}/ranks" if scheme == "file" else f"tcp://127.0.0.1:{free_port()}"
+
+    def work(rank: int) -> float:
+        held = gloo(rank, {"tp": 2}, address)
+        return float(held.all_reduce(torch.tensor([rank + 1.0]), "tp"))
+
+    assert in_threads(2, work) == [3.0, 3.0]
+
+
+def test_ranks_meet_in_an_agents_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchrun sets it up: the agent hosts the store, and no rank opens the port."""
+    agent = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.port),
+                        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert in_threads(2, lambda rank: gloo(rank, {"tp": 2}, "env://").broadcast_bytes(b"hi")) == [b"hi", b"hi"]
+
+
+def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CollectiveError, match=r"rank 0 of 3 waited 0.3 s for ranks \[1, 2\] to start"):
+        gloo(0, {"tp": 3}, f"file://{tmp_path}/ranks", timeout=0.3)
+
+
+@pytest.mark.parametrize("address", ["", "udp://host:1", "tcp://host"])
+def test_an_address_of_no_kind_is_refused(address: str) -> None:
+    with pytest.raises(CollectiveError, match="has no rendezvous"):
+        gloo(0, {"tp": 2}, address)
+
+
+def test_nobody_listens_at_the_address() -> None:
+    with pytest.raises(CollectiveError, match="could not reach the rendezvous tcp://"):
+        gloo(1, {"tp": 2}, f"tcp://127.0.0.1:{free_port()}", timeout=0.5)
+
+
+def test_a_peer_that_goes_ends_the_operation_at_once() -> None:
+    """Long before the timeout, and with its name on it."""
+    store = HashStore()
+
+    def work(rank: int) -> float:
+        held = gloo(rank, {"tp": 2}, store=store, timeout=60)
+        if rank == 1:
+            held.close()
+            return 0.0
+        held.all_reduce(torch.ones(4), "tp")
+        return 1.0
+
+    started = time.monotonic()
+    found = in_threads(2, work)[0]
+    assert isinstance(found, CollectiveError) and time.monotonic() - started < 20
+    assert "all_reduce over tp failed on rank 0 of 2" in str(found)
+
+
+def test_a_peer_that_does_not_answer_ends_the_operation_in_time() -> None:
+    store, silence = HashStore(), threading.Event()
+
+    def work(rank: int) -> None:
+        held = gloo(rank, {"tp": 2}, store=store, timeout=1.0)
+        if rank == 1:
+            silence.wait(20)
+            return
+        try:
+            held.all_gather_numbers(np.zeros(1, np.int64))
+        finally:
+            silence.set()
+
+    started = time.monotonic()
+    found = in_threads(2, work)[0]
+    assert isinstance(found, CollectiveError) and 0.5 < time.monotonic() - started < 10
+    assert "all_gather_numbers over world failed on rank 0" in str(found)
+
+
+def process_rank(rank: int, address: str, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    held = gloo(rank, {"tp": 2}, address)
+    made = [held.all_reduce(torch.full((3,), rank + 1.0), "tp").tolist(),
+            held.all_gather(torch.tensor([rank]), "tp").tolist(),
+            held.broadcast_bytes(b"from 0" if rank == 0 else None)]
+    pipe.send_bytes(repr(made).encode())
+    held.close()
+
+
+def test_ranks_may_be_processes(tmp_path: Path) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    pipes = [spawn.Pipe() for _ in range(2)]
+    processes = [spawn.Process(target=process_rank, args=(rank, f"file://{tmp_path}/ranks", theirs))
+                 for rank, (_, theirs) in enumerate(pipes)]
+    for process in processes:
+        process.start()
+    try:
+        for ours, _ in pipes:
+            assert ours.poll(60), "a rank did not answer"
+            assert ours.recv_bytes().decode() == repr([[3.0] * 3, [0, 1], b"from 0"])
+    finally:
+        for process in processes:
+            process.join(20)
+            process.kill()
+    assert [process.exitcode for process in processes] == [0, 0]
