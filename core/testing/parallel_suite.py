@@ -156,7 +156,7 @@ class RankedCollectivesSuite:
             return held.all_to_all_rows(parts[rank], counts[rank], [row[rank] for row in counts], "tp")
 
         for rank, found in enumerate(self.run(body)):
-            sent = [part.split(row)[rank] for part, row in zip(parts, counts, strict=True)]
+            sent = [torch.split(part, row)[rank] for part, row in zip(parts, counts, strict=True)]
             assert torch.equal(found, torch.cat(sent))
 
     def test_no_rows_are_exchanged_like_any(self) -> None:
