@@ -169,7 +169,7 @@ class Engine:
         batch = self._agreed(self.scheduler.next_batch())
         launched = None
         if batch is not None:
-            self._timer.launch()
+            self._time_launch(batch)
             launched = self.runner.launch(batch)
         outputs: list[Outbound] = []
         if self.overlap:
@@ -195,6 +195,13 @@ class Engine:
             batch.agreed = shape
         return batch
 
+    def _time_launch(self, batch: Batch) -> None:
+        """Steps of other groups are not this one's time."""
+        if batch.mode is Mode.IDLE:
+            self._timer.idle()
+        else:
+            self._timer.launch()
+
     def _own_load(self) -> int:
         load = self.scheduler.load()
         return load.running + load.waiting
@@ -202,9 +209,9 @@ class Engine:
     def _commit(self, inflight: InFlight) -> list[Outbound]:
         """What the step came to; nothing for an idle one."""
         result = inflight.wait()
-        self._timer.done()
         if inflight.batch.mode is Mode.IDLE:
             return []
+        self._timer.done()
         output = self.scheduler.commit(inflight.batch, result)
         for observer in self.observers:
             observer.step(inflight.batch, output)

@@ -4,6 +4,8 @@ Front to engine: a list of :data:`Inbound`. Engine to front: a list of :data:`Ou
 """
 from __future__ import annotations
 
+from collections.abc import Iterable
+from copy import copy
 from typing import Any
 
 import msgspec
@@ -103,6 +105,21 @@ class Stats(msgspec.Struct, array_like=True):
     group: int = 0  #: the data-parallel group these are of
 
 
+SHARED = frozenset({"page_size", "group"})  #: of ``Stats``: not added up over groups
+
+
+def total(groups: Iterable[Stats]) -> Stats:
+    """Statistics of the whole engine from those of its groups (at least one)."""
+    first, *others = groups
+    if not others:
+        return first
+    summed = copy(first)
+    for name in Stats.__struct_fields__:
+        if name not in SHARED:
+            setattr(summed, name, sum((getattr(other, name) for other in others), getattr(first, name)))
+    return summed
+
+
 class StepOutput(msgspec.Struct, tag="o", array_like=True):
     """All that one committed step produced. Columnar: ``ids[i]`` got the next ``counts[i]`` entries of ``tokens``.
 
@@ -130,7 +147,7 @@ class Reply(msgspec.Struct, tag="r", array_like=True):
 
 
 class Progress(msgspec.Struct, tag="p", array_like=True):
-    """Start-up progress of a rank: phase ("weights", "kv", "warmup", "ready"), done of total."""
+    """A rank lives. ``phase``: "build", "weights", "kv", "warmup", "ready", "serve", "ended"; done of total."""
 
     rank: int
     phase: str
@@ -140,12 +157,13 @@ class Progress(msgspec.Struct, tag="p", array_like=True):
 
 
 class Failed(msgspec.Struct, tag="f", array_like=True):
-    """A rank has failed; the engine is over."""
+    """A rank has failed; the engine is over. ``consequence``: it only lost a peer, which is to blame."""
 
     rank: int
     phase: str
     reason: str
     traceback: str = ""
+    consequence: bool = False
 
 
 Outbound = StepOutput | Reply | Progress | Failed

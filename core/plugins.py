@@ -44,6 +44,7 @@ DEFAULT_PLUGINS = (
     "glowplug.plugins.quantization.none",
     "glowplug.plugins.quantization.block_fp8",
     "glowplug.plugins.parallel.single",
+    "glowplug.plugins.parallel.dp_attention",
     "glowplug.plugins.collectives.local",
     "glowplug.plugins.collectives.torch_distributed",
     "glowplug.plugins.speculative.none",

@@ -120,8 +120,12 @@ class EngineClient:
         return self.state != "dead" and time.monotonic() - self._front.heard < HEARTBEAT_LIMIT
 
     def stats(self) -> Stats:
-        """Latest statistics of the engine."""
+        """Latest statistics of the engine, over all its data-parallel groups."""
         return self._front.stats
+
+    def group_stats(self) -> list[Stats]:
+        """The same of each group, by number."""
+        return [stats for _, stats in sorted(self._front.groups.items())]
 
     @property
     def progress(self) -> dict[int, Any]:

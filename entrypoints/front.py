@@ -20,6 +20,7 @@ from glowplug.core.messages import (
     Stats,
     StepOutput,
     Submit,
+    total,
 )
 from glowplug.core.output import OutputProcessor
 from glowplug.core.plan import EnginePlan
@@ -62,7 +63,8 @@ class Front:
         self.plan, self.tokenizer, self.eos_ids = plan, tokenizer, eos_ids
         self.streams: dict[int, Stream] = {}
         self.outbox: list[Inbound] = []
-        self.stats = Stats()
+        self.groups: dict[int, Stats] = {}  # latest statistics by data-parallel group
+        self.stats = Stats()  # of all groups together
         self.heard = time.monotonic()
         self.progress: dict[int, Progress] = {}
         self._next_id = 1
@@ -150,7 +152,8 @@ class Front:
 
     def _step(self, output: StepOutput, received: Received) -> None:
         if output.stats is not None:
-            self.stats = output.stats
+            self.groups[output.stats.group] = output.stats
+            self.stats = total(self.groups.values())
         for admitted in output.admitted:
             stream = self.streams.get(admitted.id)
             if stream is not None:

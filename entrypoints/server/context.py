@@ -46,7 +46,8 @@ class Context:
         options = ServerOptions.model_validate(plan.config.get("server", {}))
         metrics_options = MetricsOptions.model_validate(plan.config.get("metrics", {}))
         cap = options.max_prompt_bytes or BYTES_A_TOKEN * plan.sizes.context_length
-        metrics = Metrics(options.served_model_name or _base_name(plan.model), client.stats, metrics_options)
+        metrics = Metrics(options.served_model_name or _base_name(plan.model), client.stats, metrics_options,
+                          client.group_stats)
         return Context(plan, client, tokenizer, parsers, options, metrics, Jobs(),
                        TextWorkers(tokenizer, options.tokenizer_threads, cap), TokenNames(tokenizer),
                        frozenset(tokenizer.eos_ids if tokenizer is not None else ()))

@@ -51,6 +51,9 @@ STATS_SERIES: tuple[tuple[str, str, str, Callable[[Stats], float]], ...] = (
     ("spec_accept_length", "gauge", "Tokens a decoding step, since start.", _accept_length),
 )
 
+#: series that are also shown by data-parallel group, as ``group_...``
+BY_GROUP = frozenset({"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_hit_rate"})
+
 #: prefix -> their name -> our stem. The series that boards, gateways and autoscalers read.
 COMPAT: dict[str, dict[str, str]] = {
     "vllm": {name: name for name in (

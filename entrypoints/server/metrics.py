@@ -11,6 +11,7 @@ from typing import TypeVar
 from glowplug.core.messages import Stats
 from glowplug.core.options import MetricsOptions
 from glowplug.entrypoints.server.metric_names import (
+    BY_GROUP,
     COMPAT,
     ITL_EDGES,
     LATENCY_EDGES,
@@ -81,14 +82,31 @@ class EngineSeries:
         yield "", "", self._value(self._stats())
 
 
-Metric = Counter | Histogram | EngineSeries
-M = TypeVar("M", Counter, Histogram, EngineSeries)
+class GroupSeries:
+    """A gauge of each data-parallel group, labelled with its number. Nothing while there is one group."""
+
+    kind = "gauge"
+
+    def __init__(self, name: str, help: str, value: Callable[[Stats], float],
+                 groups: Callable[[], Sequence[Stats]]) -> None:
+        self.name, self.help = name, help
+        self._value, self._groups = value, groups
+
+    def samples(self) -> Iterator[Sample]:
+        groups = self._groups()
+        for stats in groups if len(groups) > 1 else ():
+            yield "", f'group="{stats.group}"', self._value(stats)
+
+
+Metric = Counter | Histogram | EngineSeries | GroupSeries
+M = TypeVar("M", Counter, Histogram, EngineSeries, GroupSeries)
 
 
 class Metrics:
-    """All of the server's metrics. ``stats`` gives the engine's latest statistics."""
+    """All of the server's metrics. ``stats`` gives the engine's latest statistics, ``groups`` each group's own."""
 
-    def __init__(self, model: str, stats: Callable[[], Stats], options: MetricsOptions) -> None:
+    def __init__(self, model: str, stats: Callable[[], Stats], options: MetricsOptions,
+                 groups: Callable[[], Sequence[Stats]]) -> None:
         self._model, self._options = model, options
         self._all: dict[str, Metric] = {}
         add = self._add
@@ -111,6 +129,8 @@ class Metrics:
         self._http_seconds = add(Counter("http_request_seconds_total", "Time in HTTP requests.", ["handler"]))
         for name, kind, help, value in STATS_SERIES:
             add(EngineSeries(name, kind, help, value, stats))
+            if name in BY_GROUP:
+                add(GroupSeries(f"group_{name}", f"Of one data-parallel group: {help}", value, groups))
 
     def _add(self, metric: M) -> M:
         self._all[metric.name] = metric

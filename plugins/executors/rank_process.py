@@ -100,7 +100,10 @@ def _build(plan: EnginePlan, rank: int, threads: int | None, link: RankPipe, ren
 
 
 def _serve(engine: Engine, link: RankPipe) -> None:
-    """The loop. Rank 0 drains its pipe, blocking only when there is nothing to do; the others follow its turns."""
+    """The loop. Rank 0 drains its pipe, blocking only when there is nothing to do; the others follow its turns.
+
+    Every rank that has something to tell the front sends it on its own pipe.
+    """
     link.report("serve", 1, 1)
     while True:
         frames, gone = _drain(link.pipe, BEAT if engine.idle else 0.0) if engine.leads else ([], False)
@@ -108,7 +111,7 @@ def _serve(engine: Engine, link: RankPipe) -> None:
         if found is None:
             return
         link.progressed = time.monotonic()
-        if found and engine.leads:
+        if found:
             link.send(found)
 
 

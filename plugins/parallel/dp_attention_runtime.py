@@ -1,0 +1,93 @@
+"""The runtime of ``dp_attention``."""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from glowplug.core.batch import Batch, StepShape
+from glowplug.core.mesh import axis_size, coordinates
+from glowplug.core.offers import Mode
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import ExpertExchange, RequestRouter, Shard, Worker
+from glowplug.core.request import Sequence
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from glowplug.plugins.parallel.dp_attention import DpAttentionOptions
+
+#: what a step is when groups do different things: the last of them that any group does
+MODES = (Mode.IDLE, Mode.DECODE, Mode.VERIFY, Mode.PREFILL)
+
+
+class LeastLoaded:
+    """A ``RequestRouter``: each request goes to the group with the fewest sequences, ties to the lowest number.
+
+    It counts what the groups held when they last agreed on a step, and what was dealt since.
+    """
+
+    def __init__(self, group: int, groups: int, leads: bool) -> None:
+        self.group, self.leads = group, leads
+        self.loads = [0] * groups
+
+    def owns(self, sequence: Sequence) -> bool:
+        chosen = min(range(len(self.loads)), key=self.loads.__getitem__)
+        self.loads[chosen] += 1
+        return chosen == self.group
+
+
+class DpAttention:
+    """``ParallelStrategy``: ranks hold the whole of what their group's attention needs, and slices of the rest.
+
+    Before an MLP the groups' tokens are gathered, each group's padded with zeros to the agreed number of tokens, so
+    that the exchange has one shape on all ranks; after it every rank takes its group's tokens back.
+    """
+
+    def __init__(self, options: DpAttentionOptions, plan: EnginePlan, worker: Worker) -> None:
+        assert worker.collectives is not None, "groups exchange through the rank's collectives"
+        self._collectives, self._groups = worker.collectives, options.size
+        own = coordinates(worker.rank, plan.mesh)
+        self._group, self._within = own["dp"], own["attn_tp"]
+        self._ranks_a_group = axis_size("attn_tp", plan.mesh)
+        self._leaders = [rank for rank in range(plan.ranks) if coordinates(rank, plan.mesh)["attn_tp"] == 0]
+        self._router = LeastLoaded(self._group, self._groups, self._within == 0)
+
+    def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard | None:
+        """Attention and the vocabulary are the group's own; MLPs stay as they are."""
+        projects = role == "row" and name.endswith(".o_proj")
+        if not projects and role not in ("heads", "vocab"):
+            return None
+        ranks = self._ranks_a_group
+        if ranks == 1:
+            return Shard(0, full, full)
+        each = -(-full // ranks)
+        start = min(each * self._within, full)
+        size = min(each, full - start)
+        return Shard(start, size, full, reduce=projects, gather=role == "vocab", axis="attn_tp")
+
+    def agree(self, local: StepShape) -> StepShape:
+        own = np.array([MODES.index(local.mode), local.rows, local.tokens, local.load], np.int64)
+        every: NDArray[np.int64] = self._collectives.all_gather_numbers(own)
+        mode, rows, tokens, _ = every.max(axis=0).tolist()
+        self._router.loads = every[self._leaders, 3].tolist()
+        return StepShape(MODES[mode], rows, tokens, sum(self._router.loads))
+
+    def router(self) -> RequestRouter | None:
+        return self._router
+
+    def leave_attention(self, x: Tensor, batch: Batch) -> Tensor:
+        """x [T, hidden] -> [groups * agreed tokens, hidden], group by group."""
+        assert batch.agreed is not None, "groups agree on a step before they launch it"
+        missing = batch.agreed.tokens - x.shape[0]
+        return self._collectives.all_gather(F.pad(x, (0, 0, 0, missing)) if missing else x, "dp")
+
+    def enter_attention(self, x: Tensor, batch: Batch) -> Tensor:
+        """x [groups * agreed tokens, hidden] -> [T, hidden]."""
+        first = self._group * (x.shape[0] // self._groups)
+        return x[first : first + batch.num_tokens]
+
+    def expert_exchange(self) -> ExpertExchange | None:
+        return None
