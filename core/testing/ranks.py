@@ -114,14 +114,9 @@ class RankSet:
                 self.heard[message.id] = Collected()
         frames = [encode(list(messages))] if messages else []
         made = self._each(lambda rank: self.engines[rank].turn(frames if rank == 0 else ()) or [])
-        for rank, outputs in enumerate(made):
-            if self._answers(rank):
-                self._hear(outputs)
+        for outputs in made:
+            self._hear(outputs)
         return made
-
-    def _answers(self, rank: int) -> bool:
-        router = self.engines[rank].parallel.router()
-        return rank == 0 if router is None else router.leads
 
     def _hear(self, outputs: Iterable[Outbound]) -> None:
         for output in outputs:

@@ -1,0 +1,27 @@
+"""The runtime of the ``agreeing`` weight source."""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import Worker
+from glowplug.plugins.weights.random_runtime import RandomSource
+from tests.agreeing import AgreeingOptions
+
+
+class AgreeingSource(RandomSource):
+    """Random weights; ``eh_proj`` is the identity on the embedding's half and a little noise on the other."""
+
+    def __init__(self, options: AgreeingOptions, plan: EnginePlan, worker: Worker) -> None:
+        super().__init__(options, plan, worker)
+        self._spread = options.spread
+
+    def _make(self, name: str, shape: tuple[int, ...], dtype: str | None) -> Tensor:
+        made = super()._make(name, shape, dtype)
+        if name.endswith("eh_proj.weight"):
+            hidden = shape[0]
+            return torch.cat([torch.eye(hidden, dtype=made.dtype), 0.2 * made[:, hidden:]], dim=1)
+        if ".o_proj." in name or ".down_proj." in name:
+            return made * self._spread
+        return made

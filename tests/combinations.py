@@ -1,0 +1,258 @@
+"""Every combination of ranks, exchanges, drafts and scheduling that fits four ranks, against one rank without any.
+
+``python -m tests.combinations --output docs/benchmarks/combinations.json`` runs the whole matrix.
+"""
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import platform
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from glowplug.core.errors import PlanRefused
+from glowplug.core.messages import Abort, Submit
+from glowplug.core.plugins import PluginSet, load_plugins
+from glowplug.core.request import SamplingParams
+from glowplug.core.testing.drive import Collected
+from glowplug.core.testing.ranks import THREADS, RankSet, rank_plan
+from tests.tiny import write_config
+
+VOCAB = 158  #: does not divide by four
+SEED = 2  #: of the weights: the reference's closest decision is far from a tie
+PAGE, ROWS, KV_TOKENS, CONTEXT = 4, 5, 96, 84
+GAP = 1e-3  #: least distance between the best two log-probabilities of a greedy token; float32 sums differ by 1e-5
+ABORTED = 7  #: the request that is given up on the way
+SHAPE = {"vocab_size": VOCAB, "num_nextn_predict_layers": 1}
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One cell. ``ep`` and ``dp``: 0 is off. ``exchange``: of ep_moe."""
+
+    tp: int = 1
+    ep: int = 0
+    dp: int = 0
+    steps: int = 0
+    radix: bool = True
+    chunked: bool = False
+    overlap: bool = True
+    exchange: str = "auto"
+
+    @property
+    def fits(self) -> bool:
+        """Groups and blocks cut the tp ranks, and moving tokens to their experts' ranks needs whole experts."""
+        whole = self.ep == self.tp or self.exchange in ("auto", "all_gather")
+        return self.tp % max(1, self.ep) == 0 and self.tp % max(1, self.dp) == 0 and whole
+
+    @property
+    def name(self) -> str:
+        said = [f"tp{self.tp}", f"ep{self.ep}" if self.ep else "", f"dp{self.dp}" if self.dp else "",
+                f"nextn{self.steps}" if self.steps else "", "" if self.radix else "no_radix",
+                "chunked" if self.chunked else "", "" if self.overlap else "no_overlap",
+                self.exchange if self.exchange != "auto" else ""]
+        return "-".join(part for part in said if part)
+
+    def config(self, folder: Path) -> dict[str, Any]:
+        parallel = [{"use": use, "size": size} for use, size in
+                    (("tensor", self.tp if self.tp > 1 else 0), ("ep_moe", self.ep), ("dp_attention", self.dp)) if size]
+        for strategy in parallel:
+            if strategy["use"] == "ep_moe" and self.exchange != "auto":
+                strategy["exchange"] = self.exchange
+        config: dict[str, Any] = {
+            "model": str(folder), "skip_tokenizer": True, "dtype": "float32", "device": "cpu",
+            "context_length": CONTEXT, "memory": {"kv_tokens": KV_TOKENS}, "attention": {"page_size": PAGE},
+            "weights": {"use": "agreeing", "seed": SEED}, "cache": {"use": "radix" if self.radix else "none"},
+            "scheduler": {"max_running_requests": ROWS, "chunk_size": 7 if self.chunked else CONTEXT,
+                          "overlap": self.overlap},
+        }
+        if parallel:
+            config["parallel"] = parallel
+        if self.steps:
+            config["speculative"] = {"use": "nextn", "steps": self.steps}
+        return config
+
+
+def matrix() -> list[Combination]:
+    """The whole of it, admitted or not."""
+    axes = ((1, 2, 4), (0, 2, 4), (0, 2, 4), (0, 1, 2, 3), (True, False), (False, True), (True, False))
+    return [Combination(*values) for values in itertools.product(*axes)]
+
+
+def exchanges() -> list[Combination]:
+    """What the matrix leaves to "auto": each exchange by name."""
+    names = ("all_gather", "all_to_all", "all_to_all_static")
+    layouts = ((2, 2, 0), (2, 2, 2), (4, 2, 2), (4, 4, 0), (4, 4, 2), (4, 4, 4))
+    return [Combination(tp, ep, dp, steps, chunked=bool(steps), exchange=name)
+            for (tp, ep, dp), steps, name in itertools.product(layouts, (0, 2), names)]
+
+
+def sample(count: int, seed: int) -> list[Combination]:
+    """Admitted combinations of several ranks or with drafts, every layout about equally often."""
+    rng = random.Random(seed)
+    admitted = [one for one in matrix() + exchanges() if one.fits]
+    by_layout: dict[tuple[int, int, int], list[Combination]] = {}
+    for one in admitted:
+        by_layout.setdefault((one.tp, one.ep, one.dp), []).append(one)
+    layouts = list(itertools.islice(itertools.cycle(sorted(by_layout)), count))
+    return [rng.choice(by_layout[layout]) for layout in layouts]
+
+
+# ---- the requests ---------------------------------------------------------------------------------------------------
+
+
+def requests() -> Iterator[tuple[int, Submit]]:
+    """(turn, request): uneven prompts, half of which share a beginning; more than there are rows; several waves."""
+    rng = np.random.default_rng(17)
+    shared = rng.integers(2, VOCAB, 24).tolist()
+    lengths = [1, 2, 4, 5, 8, 13, 17, 21, 24, 25, 30, 33, 38, 41]
+    outputs = [30, 3, 17, 36, 1, 24, 33, 9, 40, 28, 2, 20, 31, 7]
+    for i, (length, most) in enumerate(zip(lengths, outputs, strict=True)):
+        own = rng.integers(2, VOCAB, length).tolist()
+        prompt = (shared[: length - 1] + own)[:length] if i % 2 else own
+        params: dict[str, Any] = {"temperature": 0.0, "logprobs": 2}
+        if i % 7 == 5:  # drawn, with everything that looks back at the tokens before
+            params = {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.1, "presence_penalty": 0.4}
+        turn = 0 if i < 8 else 3 * (i - 6)
+        stops = list(range(2, 14)) if i % 3 == 0 else []
+        yield turn, Submit(i + 1, prompt, SamplingParams(max_tokens=most, seed=i, **params), stop_ids=stops)
+
+
+def drive(ranks: RankSet) -> dict[int, Collected]:
+    """Submit the waves, give one up on the way, run to the end; every page must come back on every rank."""
+    waves: dict[int, list[Any]] = {}
+    for turn, request in requests():
+        waves.setdefault(turn, []).append(request)
+    waves.setdefault(14, []).append(Abort([ABORTED]))
+    for turn in range(max(waves) + 1):
+        ranks.turn(waves.get(turn, []))
+    heard = ranks.run()
+    ranks.check_idle()
+    ranks.control("check")
+    return heard
+
+
+@cache
+def plugins() -> PluginSet:
+    return load_plugins([THREADS, "tests.agreeing"], entry_points=False)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What one rank without speculation says. ``gap``: of the closest greedy decision."""
+
+    folder: Path
+    heard: dict[int, Collected]
+    gap: float
+    preemptions: int
+
+
+def reference(folder: Path) -> Reference:
+    """Run it: the smallest engine there is, on the same requests."""
+    write_config(folder, "v3", **SHAPE)
+    gaps: list[float] = []
+    with RankSet(rank_plan(Combination().config(folder), plugins()), plugins()) as ranks:
+        note_gaps(ranks, gaps)
+        heard = drive(ranks)
+        return Reference(folder, heard, min(gaps), ranks.engines[0].scheduler.load().preemptions)
+
+
+def note_gaps(ranks: RankSet, gaps: list[float]) -> None:
+    """Write down how far the best token of each logits row is ahead of the second."""
+    model = ranks.engines[0].runner.model
+    logits = model.logits
+
+    def noted(hidden: torch.Tensor) -> torch.Tensor:
+        scores = logits(hidden)
+        top = scores.topk(2).values
+        gaps.extend((top[:, 0] - top[:, 1]).tolist())
+        return scores
+
+    model.logits = noted  # type: ignore[method-assign]
+
+
+def run(one: Combination, known: Reference) -> dict[int, Collected]:
+    """Run a combination and compare. PlanRefused as the plan says; AssertionError where it differs."""
+    with RankSet(rank_plan(one.config(known.folder), plugins()), plugins()) as ranks:
+        heard = drive(ranks)
+    for id, want in known.heard.items():
+        got = heard[id]
+        if id == ABORTED:  # how far it came depends on how many tokens a step yields
+            short, long = sorted((got.tokens, want.tokens), key=len)
+            assert long[: len(short)] == short, f"{one.name}: request {id} is another until it is given up"
+            continue
+        assert got.tokens == want.tokens, f"{one.name}: request {id} yields {got.tokens}, not {want.tokens}"
+        assert got.finished == want.finished, f"{one.name}: request {id} ends {got.finished}, not {want.finished}"
+        assert np.allclose(got.logprobs, want.logprobs, atol=1e-3), f"{one.name}: request {id}: log-probabilities"
+    return heard
+
+
+# ---- the whole matrix -----------------------------------------------------------------------------------------------
+
+_known: list[Reference] = []
+
+
+def _prepare(folder: str) -> None:
+    torch.set_num_threads(1)
+    _known.append(reference(Path(folder) / f"{multiprocessing.current_process().pid}"))
+
+
+def outcome(one: Combination) -> tuple[str, str, str]:
+    """(name, "same" | "refused" | "failed", why)."""
+    try:
+        run(one, _known[0])
+    except PlanRefused as refused:
+        return one.name, "refused" if not one.fits else "failed", str(refused)
+    except Exception as error:
+        return one.name, "failed", f"{type(error).__name__}: {error}"
+    return one.name, "same" if one.fits else "failed", "" if one.fits else "was expected to be refused"
+
+
+def whole(cells: Sequence[Combination], jobs: int) -> dict[str, Any]:
+    """Counts, failures and seconds of ``cells``."""
+    started = time.time()
+    with tempfile.TemporaryDirectory() as folder, \
+            multiprocessing.get_context("spawn").Pool(jobs, _prepare, [folder]) as pool:
+        results = []
+        for result in pool.imap_unordered(outcome, cells):
+            results.append(result)
+            if result[1] == "failed":
+                print(*result, flush=True)
+    kinds = [kind for _, kind, _ in results]
+    return {"cells": len(results), "admitted": sum(one.fits for one in cells), "refused": kinds.count("refused"),
+            "run": kinds.count("same") + kinds.count("failed"), "same_tokens": kinds.count("same"),
+            "failed": kinds.count("failed"), "seconds": round(time.time() - started),
+            "failures": sorted((name, why) for name, kind, why in results if kind == "failed")}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, help="write the outcome as JSON")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--only", default="", help="cells whose names contain this")
+    options = parser.parse_args()
+    found = {"command": "python -m " + " ".join(["tests.combinations", *sys.argv[1:]]),
+             "date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "torch": torch.__version__,
+             "cpu": platform.processor() or platform.machine(), "processes": options.jobs}
+    for part, cells in (("matrix", matrix()), ("exchanges", exchanges())):
+        found[part] = whole([one for one in cells if options.only in one.name], options.jobs)
+        print(part, json.dumps({key: value for key, value in found[part].items() if key != "failures"}), flush=True)
+    if options.output:
+        options.output.write_text(json.dumps(found, indent=1) + "\n")
+    return 1 if found["matrix"]["failed"] or found["exchanges"]["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

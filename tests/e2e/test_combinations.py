@@ -1,0 +1,54 @@
+"""The same tokens on several ranks and with drafts as on one without: a sample here, the whole matrix when slow."""
+from __future__ import annotations
+
+import pytest
+
+from glowplug.core.errors import PlanRefused
+from tests.combinations import ABORTED, GAP, Combination, Reference, exchanges, matrix, reference, run, sample
+
+SAMPLED = 28
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return reference(tmp_path_factory.mktemp("reference"))
+
+
+def test_the_reference_decides_clearly_and_is_eventful(known: Reference) -> None:
+    assert known.gap > GAP, "a tie could fall either way on another number of ranks"
+    assert known.preemptions > 0, "the pool was meant to be too small"
+    ends = {id: one.finished.reason for id, one in known.heard.items() if one.finished}
+    assert ends[ABORTED] == "abort" and list(ends.values()).count("stop") >= 2
+    assert sum(len(one.tokens) for one in known.heard.values()) > 150
+
+
+@pytest.mark.parametrize("one", sample(SAMPLED, seed=20), ids=lambda one: one.name)
+def test_same_tokens(known: Reference, one: Combination) -> None:
+    run(one, known)
+
+
+def test_the_sample_covers_every_layout() -> None:
+    everything = {(one.tp, one.ep, one.dp) for one in matrix() if one.fits}
+    found = sample(SAMPLED, seed=20)
+    assert {(one.tp, one.ep, one.dp) for one in found} == everything
+    assert {one.steps for one in found} == {0, 1, 2, 3}
+    for axis in ("radix", "chunked", "overlap"):
+        assert {getattr(one, axis) for one in found} == {True, False}
+
+
+@pytest.mark.parametrize("one", [one for one in matrix() + exchanges()
+                                 if not one.fits and (one.steps, one.radix, one.chunked, one.overlap)
+                                 in ((0, True, False, True), (2, True, True, True))], ids=lambda one: one.name)
+def test_what_does_not_fit_is_refused(known: Reference, one: Combination) -> None:
+    with pytest.raises(PlanRefused) as refused:
+        run(one, known)
+    assert all(refusal.fix for refusal in refused.value.refusals)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", sorted({(one.tp, one.ep, one.dp) for one in matrix() if one.fits}), ids=str)
+def test_every_combination(known: Reference, layout: tuple[int, int, int]) -> None:
+    cells = [one for one in matrix() + exchanges() if one.fits and (one.tp, one.ep, one.dp) == layout]
+    assert len(cells) >= 32
+    for one in cells:
+        run(one, known)
