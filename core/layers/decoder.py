@@ -22,7 +22,7 @@ class DecoderLayer(Module):
     def __init__(self, context: BuildContext, name: str, hidden: int, eps: float,
                  attention: MlaAttention | MhaAttention, feed_forward: Mlp | Moe) -> None:
         self.attention, self.feed_forward = attention, feed_forward
-        local = context.worker.ranks == 1
+        local = context.worker.ranks == 1 or feed_forward.exchanges
         self.input_norm = RmsNorm(context, f"{name}.input_layernorm", hidden, eps, attention)
         self.post_norm = RmsNorm(context, f"{name}.post_attention_layernorm", hidden, eps,
                                  *([feed_forward] if local else []))

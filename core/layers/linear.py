@@ -43,6 +43,8 @@ class Linear(Module):
         parts: what is fused.
         input_role: "replicated", or "row" when ranks hold a slice of the columns (of ``input_unit`` columns at a time).
         reduce: sum partial results over the ranks here; False leaves that to the caller.
+
+    ``partial`` names the axes over which the caller has to sum.
     """
 
     def __init__(self, context: BuildContext, name: str, inputs: int, parts: Sequence[Part], *,
@@ -54,6 +56,7 @@ class Linear(Module):
         self.outputs = tuple(shard.size for shard in shards)
         self.methods = self._methods(list(zip(parts, shards, strict=True)), columns)
         self.input_format = agreed_format(self.methods)
+        self.partial = (columns.axis,) if columns.reduce and not reduce else ()
         self._collectives = context.collectives if columns.reduce and reduce else None
         self._axis = columns.axis
         if len(self.methods) == 1 and self._collectives is None:

@@ -14,6 +14,8 @@ from glowplug.core.layers.module import Module
 class Mlp(Module):
     """down(silu(gate x) * up x); gate and up are one product. ``reduce=False`` leaves a partial sum to the caller."""
 
+    exchanges = False  #: it works on the tokens that every rank works on
+
     def __init__(self, context: BuildContext, name: str, hidden: int, width: int, *, bias: bool = False,
                  reduce: bool = True) -> None:
         self.gate_up = Linear(context, f"{name}.gate_up_proj", hidden, [

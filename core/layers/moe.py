@@ -13,7 +13,7 @@ from glowplug.core.build import BuildContext
 from glowplug.core.layers.linear import FORMAT_PLAIN, caster
 from glowplug.core.layers.mlp import Mlp
 from glowplug.core.layers.module import Module, Target
-from glowplug.core.protocols import ExpertsMethod, ExpertsShape, WeightTarget
+from glowplug.core.protocols import ExpertExchange, ExpertsMethod, ExpertsShape, WeightTarget
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Gate(Module):
 
 
 class Experts(Module):
-    """The routed experts of this rank."""
+    """The routed experts of this rank. ``partial``: axes over which the results are still to be summed."""
 
     def __init__(self, context: BuildContext, name: str, sizes: MoeSizes) -> None:
         held = context.parallel.shard("experts", name, sizes.experts)
@@ -70,7 +70,7 @@ class Experts(Module):
             prefix=name, count=held.size, first=held.start, hidden=sizes.hidden, inter=width.size,
             inter_start=width.start, inter_full=width.full, total=sizes.experts))
         self.input_format = self.method.input_format
-        self.reduce, self.axis = held.reduce or width.reduce, (held if held.reduce else width).axis
+        self.partial = tuple(dict.fromkeys(shard.axis for shard in (held, width) if shard.reduce))
         self.forward = self.method.apply
 
     def own_targets(self) -> Iterator[WeightTarget]:
@@ -86,7 +86,11 @@ class Experts(Module):
 
 
 class Moe(Module):
-    """x [T, hidden] -> routed experts + shared expert, [T, hidden]. Nothing here waits for the device."""
+    """x [T, hidden] -> routed experts + shared expert, [T, hidden]. Nothing here waits for the device.
+
+    ``exchanges``: x are this rank's own attention tokens, and the result is complete. Otherwise x are the tokens that
+    every rank works on.
+    """
 
     input_format = FORMAT_PLAIN  #: the gate reads plain activations
 
@@ -94,25 +98,40 @@ class Moe(Module):
         self.gate = Gate(context, f"{name}.gate", sizes)
         self.experts = Experts(context, f"{name}.experts", sizes)
         self.shared = Mlp(context, f"{name}.shared_experts", sizes.hidden, sizes.shared,
-                          reduce=not self.experts.reduce) if sizes.shared else None
+                          reduce=False) if sizes.shared else None
         readers = [self.experts] if self.shared is None else [self.experts, self.shared]
         self._cast: Callable[[Tensor], Tensor] | None = caster(context.ops, *readers)  # type: ignore[assignment]
         self._exchange = context.parallel.expert_exchange(name, sizes.experts)
-        self._collectives = context.collectives if self.experts.reduce else None
+        self.exchanges = self._exchange is not None
+        self._collectives = context.collectives
 
     def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
         weights, ids = self.gate.forward(x)
+        if self._exchange is not None:
+            return self._exchanged(self._exchange, x, ids, weights, batch)
         cast = x if self._cast is None else self._cast(x)
-        shared = None if self.shared is None else self.shared.forward(cast)
-        if self._exchange is None:
-            local = ids if self.experts.count == self.gate.sizes.experts else self._local(ids)
-            y = self.experts.forward(cast, local, weights)
-        else:
-            assert batch is not None, "exchanges need the step's shape"
-            y = self._exchange.combine(self.experts.forward(*self._exchange.dispatch(x, ids, weights, batch)))
-        if shared is not None:
-            y = y.add_(shared)
-        return y if self._collectives is None else self._collectives.all_reduce(y, self.experts.axis)
+        local = ids if self.experts.count == self.gate.sizes.experts else self._local(ids)
+        y = self.experts.forward(cast, local, weights)
+        if self.shared is None:
+            return self._sum(y, self.experts.partial)
+        shared = self.shared.forward(cast)
+        if self.shared.down.partial == self.experts.partial:
+            return self._sum(y.add_(shared), self.experts.partial)
+        return self._sum(y, self.experts.partial).add_(self._sum(shared, self.shared.down.partial))
+
+    def _exchanged(self, exchange: ExpertExchange, x: Tensor, ids: Tensor, weights: Tensor,
+                   batch: Batch | None) -> Tensor:
+        assert batch is not None, "exchanges need the step's shape"
+        sent, ids, weights = exchange.dispatch(x, ids, weights, batch)
+        y = self.experts.forward(sent if self._cast is None else self._cast(sent), ids, weights)
+        if self.shared is None:
+            return exchange.combine(y)
+        return exchange.combine(y, self.shared.forward(x if self._cast is None else self._cast(x)))
+
+    def _sum(self, y: Tensor, axes: tuple[str, ...]) -> Tensor:
+        for axis in axes:
+            y = self._collectives.all_reduce(y, axis)
+        return y
 
     def _local(self, ids: Tensor) -> Tensor:
         """Expert numbers of this rank's tensors; -1 where another rank holds the expert."""
