@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from glowplug.core.messages import Stats
 from glowplug.core.options import LogOptions
 from glowplug.entrypoints.client import EngineClient
 
@@ -46,6 +47,11 @@ def set_up_logging(options: LogOptions) -> None:
         target.propagate = False
 
 
+def _by_group(groups: list[Stats]) -> str:
+    """How the running sequences lie over data-parallel groups; "" while there is one."""
+    return f", by group {'+'.join(str(stats.running) for stats in groups)}" if len(groups) > 1 else ""
+
+
 async def stats_lines(client: EngineClient, options: LogOptions) -> None:
     """A line every ``stats_interval`` seconds in which something was generated."""
     if not options.stats_interval:
@@ -57,7 +63,8 @@ async def stats_lines(client: EngineClient, options: LogOptions) -> None:
         output, prompt = now.output_tokens - last.output_tokens, now.prompt_tokens - last.prompt_tokens
         if output or prompt:
             used = now.pages_total - now.pages_free - now.pages_evictable
-            logger.info("prompt %.1f tok/s, output %.1f tok/s, running %d, waiting %d, KV %.1f%%, prefix hits %.1f%%",
+            logger.info("prompt %.1f tok/s, output %.1f tok/s, running %d, waiting %d, KV %.1f%%, prefix hits %.1f%%%s",
                         prompt / options.stats_interval, output / options.stats_interval, now.running, now.waiting,
-                        100 * used / max(1, now.pages_total), 100 * now.prefix_hits / max(1, now.prefix_queries))
+                        100 * used / max(1, now.pages_total), 100 * now.prefix_hits / max(1, now.prefix_queries),
+                        _by_group(client.group_stats()))
         last = now

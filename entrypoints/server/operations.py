@@ -10,7 +10,7 @@ from fastapi import Depends
 from starlette.responses import Response
 
 from glowplug import __version__
-from glowplug.core.errors import RequestError
+from glowplug.core.errors import EngineDead, RequestError
 from glowplug.core.request import SamplingParams
 from glowplug.entrypoints.server.answers import json_response
 from glowplug.entrypoints.server.body import body_of
@@ -22,6 +22,7 @@ from glowplug.entrypoints.server.protocol.native import AbortRequest, ProfileReq
 Server = Annotated[Context, Depends(get_context)]
 
 PROBE_SECONDS = 20.0  #: most time the one-token probe may take
+INFO_SECONDS = 5.0  #: most time information waits for the engine, without which it is still worth having
 CONTROL_SECONDS = 30.0  #: most time a command may wait for the engine's answer
 
 
@@ -80,17 +81,31 @@ async def model_info(context: Server) -> Response:
 
 
 async def server_info(context: Server) -> Response:
-    """The plan as it was decided, and the engine's latest statistics."""
-    plan = context.plan
+    """The plan as it was decided, the engine's latest statistics, and what its ranks say of themselves."""
+    plan, groups = context.plan, context.client.group_stats()
     return json_response(msgspec.to_builtins({
         "version": __version__, "status": context.client.state, "model": context.model_name, "dtype": plan.dtype,
         "kv_dtype": plan.kv_dtype, "device": plan.device, "overlap": plan.overlap, "sizes": plan.sizes,
-        "mesh": plan.mesh, "choices": {choice.slot: choice.name for choice in plan.choices},
+        "mesh": plan.mesh, "choices": {choice.slot: ", ".join(held.name for held in plan.choices_in(choice.slot))
+                                       for choice in plan.choices},
         "decisions": [{"field": d.field, "value": _shown(d.field, d.value), "by": d.by, "why": d.why}
                       for d in plan.decisions],
         "budget": plan.budget, "plugins": plan.plugins, "fingerprint": plan.fingerprint,
-        "max_total_num_tokens": plan.sizes.num_pages * plan.sizes.page_size,
-        "stats": msgspec.structs.asdict(context.client.stats())}))
+        "max_total_num_tokens": plan.sizes.num_pages * plan.sizes.page_size * plan.mesh.get("dp", 1),
+        "stats": msgspec.structs.asdict(context.client.stats()),
+        "groups": [msgspec.structs.asdict(stats) for stats in groups] if len(groups) > 1 else [],
+        "engine": await _engine_info(context)}))
+
+
+async def _engine_info(context: Context) -> dict[str, Any]:
+    """The control "info"; {} while ranks load, and when they do not answer."""
+    if context.client.state not in ("ready", "draining"):
+        return {}
+    try:
+        async with asyncio.timeout(INFO_SECONDS):
+            return await context.client.control("info")
+    except (TimeoutError, EngineDead, RequestError):
+        return {}
 
 
 def _shown(field: str, value: Any) -> Any:

@@ -170,7 +170,7 @@ class FakeExecutor:
             return Reply(message.id, False, error="requests are running; the cache can be flushed only when idle")
         if message.action == "profile_start":
             self.profiled.append(message.args["label"])
-        return Reply(message.id, True, {})
+        return Reply(message.id, True, {"kv_bytes": 1 << 20} if message.action == "info" else {})
 
     def _add(self, submit: Submit) -> None:
         if len(self.waiting) >= self.queue_limit:

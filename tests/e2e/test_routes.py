@@ -63,6 +63,7 @@ def test_information_has_the_plan_and_no_secret(client: httpx.Client) -> None:
         assert answer.status_code == 200 and "the-secret" not in answer.text and "/models/fake" not in answer.text
     info = client.get("/server_info").json()
     assert info["version"] == client.get("/version").json()["version"] == __version__
+    assert info["stats"]["pages_total"] == 4096 and info["groups"] == [] and info["engine"] == {"kv_bytes": 1 << 20}
     assert info["sizes"]["context_length"] == client.get("/model_info").json()["context_length"] == 4096
 
 

@@ -174,3 +174,5 @@ class ServerInfo(BaseModel):
     choices: dict[str, str]
     decisions: list[dict[str, Any]]
     stats: dict[str, Any]
+    groups: list[dict[str, Any]]
+    engine: dict[str, Any]
