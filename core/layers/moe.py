@@ -126,7 +126,8 @@ class Moe(Module):
         y = self.experts.forward(sent if self._cast is None else self._cast(sent), ids, weights)
         if self.shared is None:
             return exchange.combine(y)
-        return exchange.combine(y, self.shared.forward(x if self._cast is None else self._cast(x)))
+        shared = self.shared.forward(x if self._cast is None else self._cast(x))
+        return exchange.combine(y, shared) if self.shared.down.partial else exchange.combine(y).add_(shared)
 
     def _sum(self, y: Tensor, axes: tuple[str, ...]) -> Tensor:
         for axis in axes:

@@ -1,0 +1,72 @@
+"""The runtime of ``parallel.ep_moe``: who holds which expert, and the exchange of each layer."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from glowplug.core.batch import Batch, StepShape
+from glowplug.core.mesh import axis_size, coordinates
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import Collectives, ExpertExchange, RequestRouter, Shard, Worker
+from glowplug.plugins.parallel.expert_exchange import (
+    AllGatherExchange,
+    AllToAllExchange,
+    Layout,
+    StaticAllToAllExchange,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from glowplug.plugins.parallel.ep_moe import EpMoeOptions
+
+EXCHANGES: Mapping[str, Callable[[Layout, Collectives, str, bool], ExpertExchange]] = {
+    "auto": AllGatherExchange, "all_gather": AllGatherExchange, "all_to_all": AllToAllExchange,
+    "all_to_all_static": StaticAllToAllExchange}
+SHARED = "shared_experts"  #: module of the expert that every token passes
+
+
+class EpMoe:
+    """``ParallelStrategy``. Experts go over "ep", their width over "moe_tp", the shared expert's over "attn_tp"."""
+
+    def __init__(self, options: EpMoeOptions, plan: EnginePlan, worker: Worker) -> None:
+        at = coordinates(worker.rank, plan.mesh)
+        self._at = {axis: (at.get(axis, 0), axis_size(axis, plan.mesh)) for axis in ("tp", "ep", "moe_tp", "attn_tp")}
+        self._exchange, self._counts = EXCHANGES[options.exchange], options.count_load
+        self._collectives, self._device = worker.collectives, worker.device
+
+    def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard | None:
+        if role == "experts":
+            return self._cut("ep", full, 1, reduce=True)
+        if role == "expert_width":
+            return self._cut("moe_tp", full, block, reduce=True)
+        if role in ("column", "row") and SHARED in name.split("."):
+            return self._cut("attn_tp", full, block, reduce=role == "row")
+        return None
+
+    def _cut(self, axis: str, full: int, block: int, reduce: bool) -> Shard:
+        """Whole blocks in rank order, the first ranks one more where they do not divide."""
+        index, size = self._at[axis]
+        if size == 1:
+            return Shard(0, full, full)
+        each, over = divmod(-(-full // block), size)
+        first = index * each + min(index, over)
+        start, stop = (min(full, unit * block) for unit in (first, first + each + (index < over)))
+        return Shard(start, stop - start, full, reduce=reduce, gather=not reduce, axis=axis)
+
+    def agree(self, local: StepShape) -> StepShape:
+        return local
+
+    def router(self) -> RequestRouter | None:
+        return None
+
+    def enter_attention(self, x: Tensor, batch: Batch) -> Tensor:
+        return x
+
+    def leave_attention(self, x: Tensor, batch: Batch) -> Tensor:
+        return x
+
+    def expert_exchange(self, name: str, experts: int) -> ExpertExchange | None:
+        assert self._collectives is not None, "a strategy among ranks is given their collectives"
+        layout = Layout(tp=self._at["tp"][1], ep=self._at["ep"], group=self._at["attn_tp"], experts=experts)
+        return self._exchange(layout, self._collectives, self._device, self._counts)
