@@ -89,5 +89,5 @@ class DpAttention:
         first = self._group * (x.shape[0] // self._groups)
         return x[first : first + batch.num_tokens]
 
-    def expert_exchange(self) -> ExpertExchange | None:
+    def expert_exchange(self, name: str, experts: int) -> ExpertExchange | None:
         return None
