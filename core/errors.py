@@ -105,3 +105,7 @@ class CollectiveError(GlowplugError):
 
 class EngineDead(GlowplugError):
     """The engine has stopped: a rank failed. Carries rank, phase and reason in its message."""
+
+
+class EngineStopped(EngineDead):
+    """The engine has ended because it was told to."""

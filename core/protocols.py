@@ -662,7 +662,14 @@ class OutputParserFactory(Protocol):
 
 
 class Executor(Protocol):
-    """Runs the ranks. The only object the front talks to; messages are bytes (see ``core/messages.py``)."""
+    """Runs the ranks. The only object the front talks to; messages are bytes (see ``core/messages.py``).
+
+    Attributes:
+        leads: the front runs here. False: another host has it; here only call ``start``, then ``outputs`` until it
+            raises.
+    """
+
+    leads: bool
 
     def start(self, plan: EnginePlan) -> None:
         """Spawn, load, warm up; returns when every rank is ready. EngineDead with rank, phase and reason otherwise."""
@@ -671,7 +678,10 @@ class Executor(Protocol):
     def submit(self, data: bytes) -> None: ...
 
     def outputs(self, timeout: float | None) -> bytes | None:
-        """Next frame from the engine, or None after ``timeout`` seconds. EngineDead when a rank has failed."""
+        """Next frame from the engine, or None after ``timeout`` seconds.
+
+        EngineDead when a rank has failed, with rank, phase and reason; EngineStopped after ``stop``.
+        """
         ...
 
     def stop(self) -> None:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 class InlineExecutor:
     """``Executor`` of one rank. ``submit`` may be called from another thread than ``outputs``."""
 
+    leads = True
+
     def __init__(self, options: InlineOptions, plan: EnginePlan, worker: Worker | None) -> None:
         self.options = options
         self.phase = "build"

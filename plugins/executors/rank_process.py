@@ -1,35 +1,52 @@
-"""What runs in a spawned rank: build, then serve frames until the pipe closes.
+"""What runs in a rank's process: build, then serve frames until the pipe closes.
 
-NOTE: torch is imported inside ``rank_main`` only, because the spawning process imports this module too.
+NOTE: torch is imported inside ``run_rank`` only, because the spawning process imports this module too.
 """
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, Protocol
 
+from glowplug.core.errors import CollectiveError
 from glowplug.core.messages import Failed, Outbound, Progress, encode
 from glowplug.core.plan import EnginePlan
+from glowplug.plugins.executors.blame import BEAT, ENDED
 
 if TYPE_CHECKING:
     from glowplug.core.engine import Engine
 
-BEAT = 1.0  #: seconds between signs of life
 PR_SET_PDEATHSIG = 1
 
 
-class RankPipe:
-    """The rank's end of the pipe. Sends are serialised: the loop and the heartbeat share it."""
+class Pipe(Protocol):
+    """A rank's end of the way to its executor. EOFError or OSError once the other end has gone."""
 
-    def __init__(self, pipe: Connection, rank: int) -> None:
+    def send_bytes(self, data: bytes) -> None: ...
+
+    def recv_bytes(self) -> bytes: ...
+
+    def poll(self, timeout: float) -> bool: ...
+
+
+class RankLink:
+    """The rank's side of the pipe: reports and signs of life. Sends are serialised: the loop and the heartbeat share
+    it. ``loop``: identity of the thread that runs the rank.
+    """
+
+    def __init__(self, pipe: Pipe, rank: int) -> None:
         self.pipe, self.rank = pipe, rank
-        self.phase = "build"
+        self.phase, self.loop = "build", threading.get_ident()
         self.progressed = time.monotonic()
+        self.waits_in = ""  #: module in which a rank waits for others
         self._lock = threading.Lock()
 
     def send(self, messages: list[Outbound]) -> None:
@@ -41,15 +58,41 @@ class RankPipe:
         self.progressed = time.monotonic()
         self.send([Progress(self.rank, phase, done, total)])
 
+    def failed(self, error: BaseException) -> None:
+        consequence = isinstance(error, CollectiveError)
+        reason = f"{type(error).__name__}: {error}"
+        self.send([Failed(self.rank, self.phase, reason, traceback.format_exc(limit=-12), consequence)])
+
     def beat_forever(self, limit: float) -> None:
-        """Signs of life, withheld once the loop itself has not turned for ``limit`` seconds."""
-        while True:
-            time.sleep(BEAT)
-            if time.monotonic() - self.progressed < limit:
-                try:
-                    self.send([Progress(self.rank, self.phase)])
-                except (BrokenPipeError, OSError):
+        """Signs of life; a failure once the loop has not turned for ``limit`` seconds (while loading it need not)."""
+        try:
+            while self.phase != ENDED:
+                time.sleep(BEAT)
+                still = time.monotonic() - self.progressed
+                if self.phase == "serve" and still > limit:
+                    self.send([self._stuck(still)])
                     return
+                self.send([Progress(self.rank, self.phase)])
+        except (EOFError, OSError):
+            return
+
+    def _stuck(self, still: float) -> Failed:
+        """A rank that waits for another one is not to blame for standing still."""
+        frames = _frames(sys._current_frames().get(self.loop))
+        waits = any(frame.f_globals.get("__name__") == self.waits_in for frame in frames)
+        place = frames[0].f_code if frames else None
+        where = f"in {place.co_qualname} of {os.path.basename(place.co_filename)}" if place else "nowhere"
+        stack = "".join(traceback.format_stack(frames[0], 12)) if frames else ""
+        return Failed(self.rank, self.phase, f"its loop has stood still for {still:.0f} s, {where}", stack, waits)
+
+
+def _frames(frame: FrameType | None) -> list[FrameType]:
+    """Innermost first."""
+    found = []
+    while frame is not None:
+        found.append(frame)
+        frame = frame.f_back
+    return found
 
 
 def rank_main(pipe: Connection, plan_json: bytes, rank: int, threads: int | None, rendezvous: str = "") -> None:
@@ -57,25 +100,33 @@ def rank_main(pipe: Connection, plan_json: bytes, rank: int, threads: int | None
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # NOTE: the front drains first, then closes the pipe.
-    link = RankPipe(pipe, rank)
+    if not run_rank(pipe, plan_json, rank, threads, rendezvous):
+        raise SystemExit(1)
+
+
+def run_rank(pipe: Pipe, plan_json: bytes, rank: int, threads: int | None, rendezvous: str) -> bool:
+    """Builds and serves in the calling thread. False when the rank failed, which it has reported then."""
+    link = RankLink(pipe, rank)
+    engine: Engine | None = None
     try:
         plan = EnginePlan.from_json(plan_json)
         watchdog = float(plan.choice("executor").options.get("watchdog", 300.0))
-        threading.Thread(target=link.beat_forever, args=(watchdog,), daemon=True).start()
-        engine = _build(plan, rank, threads, link, rendezvous)
-        try:
-            _serve(engine, link)
-        finally:
-            engine.close()
+        threading.Thread(target=link.beat_forever, args=(watchdog,), daemon=True, name="glowplug-beat").start()
+        engine = _build(plan, rank, threads, link.report, rendezvous)
+        link.waits_in = type(engine.collectives).__module__
+        _serve(engine, link)
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        return
+        return True
     except Exception as error:
-        failed = Failed(rank, link.phase, f"{type(error).__name__}: {error}", traceback.format_exc(limit=-12))
         try:
-            link.send([failed])
-        except (BrokenPipeError, OSError):
+            link.failed(error)
+        except (EOFError, OSError):
             pass
-        raise SystemExit(1) from error
+        return False
+    finally:
+        if engine is not None:
+            engine.close()
+    return True
 
 
 def _die_with_parent() -> None:
@@ -88,7 +139,8 @@ def _die_with_parent() -> None:
         raise SystemExit(1)
 
 
-def _build(plan: EnginePlan, rank: int, threads: int | None, link: RankPipe, rendezvous: str) -> Engine:
+def _build(plan: EnginePlan, rank: int, threads: int | None, report: Callable[[str, int, int], None],
+           rendezvous: str) -> Engine:
     import torch
 
     from glowplug.core.plugins import load_plugins_for
@@ -96,10 +148,10 @@ def _build(plan: EnginePlan, rank: int, threads: int | None, link: RankPipe, ren
 
     if threads is not None:
         torch.set_num_threads(threads)
-    return build_rank(plan, rank, load_plugins_for(plan), link.report, rendezvous)
+    return build_rank(plan, rank, load_plugins_for(plan), report, rendezvous)
 
 
-def _serve(engine: Engine, link: RankPipe) -> None:
+def _serve(engine: Engine, link: RankLink) -> None:
     """The loop. Rank 0 drains its pipe, blocking only when there is nothing to do; the others follow its turns.
 
     Every rank that has something to tell the front sends it on its own pipe.
@@ -109,13 +161,14 @@ def _serve(engine: Engine, link: RankPipe) -> None:
         frames, gone = _drain(link.pipe, BEAT if engine.idle else 0.0) if engine.leads else ([], False)
         found = engine.turn(frames, stop=gone)
         if found is None:
+            link.report(ENDED, 1, 1)
             return
         link.progressed = time.monotonic()
         if found:
             link.send(found)
 
 
-def _drain(pipe: Connection, timeout: float) -> tuple[list[bytes], bool]:
+def _drain(pipe: Pipe, timeout: float) -> tuple[list[bytes], bool]:
     """Frames that have come, after ``timeout`` seconds at most; whether the front has gone."""
     frames = []
     try:

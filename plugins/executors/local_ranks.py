@@ -1,0 +1,111 @@
+"""The rank processes of this host: spawned, listened to, watched and ended. No torch in this process.
+
+Every frame is raw bytes on a pipe (``Connection.send_bytes``); nothing that crosses it is ever unpickled.
+"""
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from glowplug.core.messages import Failed, Outbound, Progress, decode_outbound
+from glowplug.core.plan import EnginePlan
+from glowplug.plugins.executors.blame import QUIET, SETTLE, Kind, Trouble, Watch, first_cause
+from glowplug.plugins.executors.rank_process import rank_main
+
+GRACE = 5.0  #: seconds a rank gets to end by itself before it is killed
+LEAST = 0.05  #: seconds a look at the pipes may take while trouble settles
+
+
+class LocalRanks:
+    """One thread calls everything but ``send``.
+
+    Attributes:
+        watch: what the ranks have shown; trouble is noted there, and never raised here.
+    """
+
+    def __init__(self, ranks: Sequence[int], watchdog: float, threads: int | None) -> None:
+        self.ranks, self.watch, self._threads = tuple(ranks), Watch(ranks, watchdog), threads
+        self._processes: dict[int, Any] = {}
+        self._pipes: dict[int, Connection] = {}
+        self._sending = threading.Lock()
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes.values()]
+
+    def spawn(self, plan: EnginePlan, rendezvous: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.watch = Watch(self.ranks, self.watch.limit)
+        for rank in self.ranks:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=rank_main, name=f"glowplug-rank-{rank}", daemon=True,
+                                      args=(theirs, plan.to_json(), rank, self._threads, rendezvous))
+            process.start()
+            theirs.close()
+            self._processes[rank], self._pipes[rank] = process, ours
+
+    def send(self, rank: int, data: bytes) -> None:
+        """From any thread."""
+        with self._sending:
+            try:
+                self._pipes[rank].send_bytes(data)
+            except (BrokenPipeError, OSError):
+                # NOTE: the reader sees the same end of the pipe and reports it with rank and phase.
+                return
+
+    def receive(self, timeout: float | None, also: Sequence[Connection] = ()) -> list[bytes]:
+        """Frames for the front, [] after ``timeout`` seconds or when only heartbeats came or ``also`` has something."""
+        frames: list[bytes] = []
+        open_pipes = {pipe: rank for rank, pipe in self._pipes.items() if not pipe.closed}
+        for pipe in wait([*open_pipes, *also], timeout):
+            if pipe in open_pipes:
+                assert isinstance(pipe, Connection)
+                frames.extend(self._read(open_pipes[pipe], pipe))
+        return frames
+
+    def _read(self, rank: int, pipe: Connection) -> list[bytes]:
+        try:
+            frame = pipe.recv_bytes()
+        except (EOFError, OSError):
+            pipe.close()
+            self._processes[rank].join(SETTLE)
+            self.watch.ended(rank, f"exit code {self._processes[rank].exitcode}")
+            return []
+        messages = decode_outbound(frame)
+        self.watch.heard(rank, messages)
+        return [frame] if any(_for_front(message) for message in messages) else []
+
+    def settle(self) -> Trouble:
+        """Reads on for a moment after the first trouble, and names its cause."""
+        deadline = time.monotonic() + SETTLE
+        while first_cause(self.watch.troubles).kind != Kind.ENDED and time.monotonic() < deadline:
+            if all(pipe.closed for pipe in self._pipes.values()):
+                break
+            self.receive(LEAST)
+        if first_cause(self.watch.troubles).kind == Kind.CONSEQUENCE:
+            self.watch.look(QUIET)
+        return first_cause(self.watch.troubles)
+
+    def end(self, grace: float) -> None:
+        """Closing the pipe asks a rank to end; it is killed after ``grace`` seconds. Idempotent."""
+        for pipe in self._pipes.values():
+            with self._sending:
+                pipe.close()
+        deadline = time.monotonic() + grace
+        for process in self._processes.values():
+            process.join(max(0.0, deadline - time.monotonic()))
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            process.join(GRACE)
+
+
+def _for_front(message: Outbound) -> bool:
+    """All but failures, which the executor reports, and bare heartbeats; rank 0's show the front that it lives."""
+    if isinstance(message, Progress):
+        return message.rank == 0 or message.total > 0
+    return not isinstance(message, Failed)
