@@ -19,6 +19,7 @@ class BuildContext:
         worker: rank and device.
         dtype: activation and unquantized weight dtype.
         context: longest sequence (rope tables).
+        spare: positions behind it that steps may touch with tokens of no consequence.
         scheme: the chosen quantization scheme; ``plain`` is used for modules it does not cover.
         parallel: the strategies in order, as one; layers ask it for their shards.
         attention: the backend every attention layer calls.
@@ -36,6 +37,7 @@ class BuildContext:
     attention: AttentionBackend
     ops: Ops
     first_layer: int = 0
+    spare: int = 0
 
     def scheme_for(self, module: str) -> QuantizationScheme:
         return self.scheme if self.scheme.covers(module) else self.plain

@@ -36,11 +36,18 @@ class Choice:
 
 @dataclass(frozen=True)
 class BudgetLine:
-    """Bytes set aside on each rank under one name. ``measured`` replaces the estimate after warm-up."""
+    """Bytes set aside on each rank under one name. ``measured`` replaces the estimate after warm-up.
+
+    ``ranks``: bytes on each rank where they differ, and then ``bytes`` is the most of any; () where they are the same.
+    """
 
     name: str
     bytes: int
     how: str
+    ranks: tuple[int, ...] = ()
+
+    def on(self, rank: int) -> int:
+        return self.ranks[rank] if self.ranks else self.bytes
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,11 @@ class Sizes:
     width: int = 1  #: tokens a decoding row computes a step (1 + drafted)
     draft_layers: int = 0  #: layers of the KV pool behind the model's own, for a draft model
     lookahead: int = 0  #: tokens behind a step's own for which a row has cache pages, because a draft writes there
+
+    @property
+    def positions(self) -> int:
+        """Positions that a row may touch: the longest sequence, a step launched at its end, and drafts behind that."""
+        return self.context_length + self.width + self.lookahead
 
 
 @dataclass(frozen=True)
@@ -79,6 +91,7 @@ class EnginePlan:
     config: dict[str, Any]  #: the operator's own configuration, as given
     plugins: tuple[str, ...]  #: names of the loaded plugin modules, defaults first
     fingerprint: str  #: of the plugin set (``PluginSet.fingerprint``); ranks with another one refuse to start
+    hosts: int = 1  #: hosts that carry the ranks: neighbours together, in equal numbers
 
     def choice(self, slot: str) -> Choice:
         """The single component in ``slot``. Raises KeyError when the slot is empty."""

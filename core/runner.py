@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from glowplug.core.batch import Accepted, Batch, PromptLogprobs, StepResult
+from glowplug.core.placement import send, slots_at
 from glowplug.core.protocols import AttentionBackend, GraphRunner, Model, Sampler, SpeculativeAlgorithm
 from glowplug.core.rows import SequenceTable
 
@@ -71,31 +72,53 @@ class Runner:
 
     def _complete(self, batch: Batch) -> None:
         """Fill the device fields from one packed host buffer."""
-        rows, queries = batch.num_rows, batch.query_lens
-        page_size = self.table.page_size
+        rows, queries, page_size = batch.num_rows, batch.query_lens, self.table.page_size
+        on_host = self.device.type == "cpu"
+        kv_lens = self._exact_lengths(batch) if on_host and batch.num_decodes else batch.kv_lens
         starts = np.zeros(rows + 1, np.int32)
         np.cumsum(queries, out=starts[1:])
         if batch.decode_tokens == rows:  # one token a row: no flattening to do
             token_row = np.arange(rows, dtype=np.int32)
-            positions = batch.kv_lens - 1
+            positions = kv_lens - 1
         else:
             token_row = np.repeat(np.arange(rows, dtype=np.int32), queries)
             positions = np.arange(len(token_row), dtype=np.int32) - starts[token_row]
-            positions += (batch.kv_lens - queries)[token_row]
+            positions += (kv_lens - queries)[token_row]
         slots = batch.pages[token_row, positions // page_size] * page_size + positions % page_size
+        parts = [positions, slots, batch.rows, kv_lens, starts, batch.prompt_ids, batch.pages.ravel()]
         wanted = self._logits_index(batch, starts)
-        parts = [positions, slots, batch.rows, batch.kv_lens, starts, batch.prompt_ids, batch.pages.ravel()]
         if wanted is not None:
             parts.append(wanted)
-        packed = torch.from_numpy(np.concatenate(parts, dtype=np.int32, casting="unsafe"))
-        if self.device.type == "cuda":
-            packed = packed.pin_memory().to(self.device, non_blocking=True)
-        views = torch.split(packed, [len(part) for part in parts])
+        views = send(parts, self.device)
         batch.positions, batch.slots, batch.row_ids = views[0].long(), views[1].long(), views[2].long()
         batch.kv_lens_device, batch.query_starts = views[3], views[4]
         batch.page_table = views[6].view(batch.pages.shape)
         batch.logits_index = views[7].long() if wanted is not None else None
         batch.input_ids = self._input_ids(batch, views[5])
+        if batch.num_decodes and not on_host:
+            self._place(batch)
+
+    def _exact_lengths(self, batch: Batch) -> NDArray[np.int32]:
+        """``kv_lens`` where the device is this host, and the lengths that live on it are at hand."""
+        decodes = batch.num_decodes
+        batch.row_ids = torch.from_numpy(batch.rows).long()
+        lengths = self.speculative.lengths(batch)
+        if lengths is None:
+            return batch.kv_lens
+        exact = lengths.numpy() + batch.query_lens[:decodes]
+        return exact if decodes == batch.num_rows else np.concatenate([exact, batch.kv_lens[decodes:]])
+
+    def _place(self, batch: Batch) -> None:
+        """Move the decoding rows' tokens from the host's upper bounds to where the device says they are."""
+        rows, tokens = batch.num_decodes, batch.decode_tokens
+        lengths = self.speculative.lengths(batch)
+        if lengths is None:
+            return
+        width = tokens // rows
+        positions = lengths.long()[:, None] + torch.arange(width, device=lengths.device)
+        batch.positions[:tokens] = positions.view(-1)
+        batch.slots[:tokens] = slots_at(batch.page_table[:rows], positions, self.table.page_size).view(-1)
+        batch.kv_lens_device[:rows] = lengths + width
 
     def _logits_index(self, batch: Batch, starts: NDArray[np.int32]) -> NDArray[np.int32] | None:
         """Flattened positions whose logits are wanted; None when that is all of them."""

@@ -35,22 +35,29 @@ def _run(runner: Runner, batch: Batch, widest: Batch) -> None:
         raise GlowplugError("self-test: the model's logits are not finite (NaN or all -inf)")
 
 
+def _prompt_length(plan: EnginePlan) -> int:
+    return min(plan.sizes.chunk_size, plan.sizes.context_length - plan.sizes.width, WARM_TOKENS)
+
+
 def _prefill(plan: EnginePlan) -> Batch:
-    length = min(plan.sizes.chunk_size, plan.sizes.context_length - plan.sizes.width, WARM_TOKENS)
+    length = _prompt_length(plan)
     ids = (np.arange(length, dtype=np.int64) * 7919 % plan.facts.model.vocab_size).astype(np.int32)
-    return _scratch_batch(plan, Mode.PREFILL, 1, length, ids)
+    return _scratch_batch(plan, Mode.PREFILL, 1, length, length, ids)
 
 
 def _decode(plan: EnginePlan) -> Batch:
-    mode = Mode.DECODE if plan.sizes.width == 1 else Mode.VERIFY
-    return _scratch_batch(plan, mode, min(plan.sizes.max_running, 8), plan.sizes.width, np.zeros(0, np.int32))
+    """Rows of width tokens; where lengths live on the device, the first of them is the prompt just computed."""
+    width, rows = plan.sizes.width, min(plan.sizes.max_running, 8)
+    mode, most = (Mode.DECODE, width) if width == 1 else (Mode.VERIFY, _prompt_length(plan) + width)
+    return _scratch_batch(plan, mode, rows, width, most, np.zeros(0, np.int32))
 
 
-def _scratch_batch(plan: EnginePlan, mode: Mode, rows: int, tokens: int, ids: np.ndarray) -> Batch:
+def _scratch_batch(plan: EnginePlan, mode: Mode, rows: int, tokens: int, most: int, ids: np.ndarray) -> Batch:
+    """``rows`` rows of ``tokens`` tokens whose cache is then ``most`` tokens long at most, all of it scratch."""
     decodes = 0 if mode is Mode.PREFILL else rows
-    pages = np.zeros((rows, -(-tokens // plan.sizes.page_size)), np.int32)
+    pages = np.zeros((rows, -(-(most + plan.sizes.lookahead) // plan.sizes.page_size)), np.int32)
     return Batch(
         step=0, mode=mode, rows=np.arange(rows, dtype=np.int32), epochs=np.zeros(rows, np.int64), num_decodes=decodes,
-        query_lens=np.full(rows, tokens, np.int32), kv_lens=np.full(rows, tokens, np.int32),
+        query_lens=np.full(rows, tokens, np.int32), kv_lens=np.full(rows, most, np.int32),
         samples=np.ones(rows, np.bool_), prompt_ids=ids, pages=pages,
     )

@@ -45,7 +45,7 @@ def build_context(plan: EnginePlan, plugins: PluginSet, worker: Worker, *, facts
         facts=facts or plan.facts.model, worker=worker, dtype=worker.dtype,
         context=context or plan.sizes.context_length, scheme=made["quantization"],
         plain=_plain_scheme(plan, plugins, worker), parallel=ParallelStack(strategies), collectives=made["collectives"],
-        attention=made["attention"], ops=made["ops"],
+        attention=made["attention"], ops=made["ops"], spare=plan.sizes.positions - plan.sizes.context_length,
     )
 
 
@@ -80,10 +80,9 @@ class RankBuilder:
         context = build_context(plan, self.plugins, self.worker)
         attention, speculative, family = context.attention, self.component("speculative"), self.component("model")
         model = family.build(context)
-        behind = replace(context, first_layer=plan.facts.model.num_layers)
-        draft = speculative.draft_model(behind, family, model)
+        draft = speculative.draft_model(self._behind(context), family, model)
         self._lap("build", started)
-        self._load([model] if draft is None else [model, draft])
+        self._load(model, draft)
         table, pool = self._reserve(attention, speculative)
         sampler = self.component("sampling")
         limits = self._limits(pool)
@@ -101,6 +100,11 @@ class RankBuilder:
                       observers=self._observers(), controls=self._controls(scheduler),
                       closing=[self._stopping, runner.graphs.close, context.collectives.close])
 
+    def _behind(self, context: BuildContext) -> BuildContext:
+        """What a draft model builds from: cache layers behind the target's, and the facts of its own folder."""
+        facts = self.plan.facts
+        return replace(context, first_layer=facts.model.num_layers, facts=facts.draft or facts.model)
+
     def _stopping(self) -> None:
         self.plugins.call_each("worker_stopping", worker=self.worker)
 
@@ -109,24 +113,30 @@ class RankBuilder:
         return {"info": lambda args: self.info(), "check": lambda args: dict(scheduler.check()),
                 "profile_start": profiler.start, "profile_stop": profiler.stop}
 
-    def _load(self, models: list[Model]) -> None:
-        started = time.perf_counter()
-        source = self.component("weights")
-        source.open(self.plan.facts.model)
-        try:
-            for model in models:
-                load_model(model, source, self.plan.facts.model,
-                           lambda done, total: self.report("weights", done, total))
-        finally:
-            source.close()
+    def _load(self, model: Model, draft: Model | None) -> None:
+        started, facts = time.perf_counter(), self.plan.facts
+        parts = [(facts.model, [model])]
+        if draft is not None:
+            parts = [(facts.model, [model, draft])] if facts.draft is None else [*parts, (facts.draft, [draft])]
+        for folder, models in parts:
+            self._load_from(folder, models)
         self.meter.mark("weights")
         self._lap("weights", started)
+
+    def _load_from(self, facts: ModelFacts, models: list[Model]) -> None:
+        source = self.component("weights")
+        source.open(facts)
+        try:
+            for model in models:
+                load_model(model, source, facts, lambda done, total: self.report("weights", done, total))
+        finally:
+            source.close()
 
     def _reserve(self, attention: Any, speculative: Any) -> tuple[SequenceTable, KVPool]:
         started = time.perf_counter()
         self.report("kv", 0, 1)
         sizes = self.plan.sizes
-        table = SequenceTable(sizes.max_running, sizes.context_length + sizes.width, sizes.page_size)
+        table = SequenceTable(sizes.max_running, sizes.positions, sizes.page_size)
         pool = KVPool(attention.kv_layout(), sizes.num_pages, self.worker.device)
         self.kv_bytes = pool.bytes
         self.meter.mark("kv cache")
@@ -136,9 +146,9 @@ class RankBuilder:
     def _limits(self, pool: KVPool) -> Limits:
         sizes = self.plan.sizes
         return Limits(rows=sizes.max_running, step_tokens=sizes.max_step_tokens,
-                      context=sizes.context_length + sizes.width, page_size=sizes.page_size,
+                      context=sizes.positions, page_size=sizes.page_size,
                       num_pages=sizes.num_pages, width=sizes.width,
-                      vocab=self.plan.facts.model.vocab_size, kv=pool.layers)
+                      vocab=self.plan.facts.model.vocab_size, kv=pool.layers, hidden=self.plan.facts.model.hidden_size)
 
     def _warm_up(self, runner: Runner, parallel: ParallelStack) -> None:
         started = time.perf_counter()

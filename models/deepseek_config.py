@@ -69,7 +69,7 @@ def topk_method(facts: ModelFacts) -> str:
     stated = facts.config.get("topk_method")
     if stated:
         return str(stated)
-    return "noaux_tc" if facts.architecture == "DeepseekV3ForCausalLM" else "greedy"
+    return "noaux_tc" if facts.architecture.startswith("DeepseekV3") else "greedy"
 
 
 def _renormalize(config: Mapping[str, Any], method: str) -> bool:

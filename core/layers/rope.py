@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from glowplug.core.build import BuildContext
@@ -42,8 +43,8 @@ class Rope:
 
     def __init__(self, context: BuildContext, config: RopeConfig, dim: int, interleaved: bool) -> None:
         self.interleaved = interleaved
-        self.table = context.ops.rope_table(dim, context.context, config.theta, config.scaling,
-                                            config.max_positions)
+        table = context.ops.rope_table(dim, context.context, config.theta, config.scaling, config.max_positions)
+        self.table = torch.cat([table, table[-1:].expand(context.spare, -1)])
         self._at = context.ops.rope_at
 
     def at(self, positions: Tensor) -> object:

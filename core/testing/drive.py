@@ -70,7 +70,7 @@ class Drive:
                  depth: int = 1, seed: int = 0, bad: tuple[int, int] | None = None) -> None:
         sizes = plan.sizes
         self.plan, self.scheduler, self.cache, self.depth = plan, scheduler, cache, depth
-        self.table = SequenceTable(sizes.max_running, sizes.context_length + sizes.width, sizes.page_size)
+        self.table = SequenceTable(sizes.max_running, sizes.positions, sizes.page_size)
         self.pages = PoisonedPages(sizes.num_pages)
         self.model = FakeModel(self.table, sizes.num_pages, vocab=plan.facts.model.vocab_size, width=sizes.width,
                                seed=seed, bad=bad, depth=depth)

@@ -2,6 +2,7 @@
 
 Shapes come from the batch's host arrays; every index tensor is computed on the device from ``page_table``,
 ``kv_lens_device`` and ``query_starts``, so that nothing here waits for it. Built once a step, read by every layer.
+Keys are counted from ``batch.first_key`` on: what lies before it is never gathered.
 """
 from __future__ import annotations
 
@@ -107,26 +108,22 @@ class HostRow:
 
     Attributes:
         slots: int64 [W] where the step's own tokens go; they are the row's last.
-        pages: the row's pages; neighbours in ascending order are read in place.
-        first, end: the row's keys are at positions ``first`` to ``end``.
+        page_size, first, end: the row's keys are at positions ``first`` to ``end`` of its pages.
+        pages: the row's pages, a slice where they are neighbours in ascending order: read in place, then.
     """
 
     slots: NDArray[np.int64]
-    pages: list[int]
     page_size: int
     first: int
     end: int
+    pages: NDArray[np.int32] | slice
 
     def exchange(self, pool: Tensor, value: Tensor) -> NDArray[np.float32]:
         """Write value [W, N] into pool [slots, N]; returns the row's keys [L, N]."""
         stored: NDArray[np.float32] = pool.numpy()
         stored[self.slots] = value.numpy()
-        start, count = self.pages[0], len(self.pages)
-        if self.pages == list(range(start, start + count)):
-            start *= self.page_size
-            return stored[start + self.first : start + self.end]
-        by_page = stored.reshape(-1, self.page_size * stored.shape[1])
-        return by_page.take(self.pages, axis=0).reshape(-1, stored.shape[1])[self.first : self.end]
+        size = stored.shape[1]
+        return stored.reshape(-1, self.page_size * size)[self.pages].reshape(-1, size)[self.first : self.end]
 
 
 def host_row(batch: Batch, page_size: int, queries: int, keys: int) -> HostRow | None:
@@ -136,8 +133,10 @@ def host_row(batch: Batch, page_size: int, queries: int, keys: int) -> HostRow |
     end = int(batch.kv_lens_device[0])
     if not batch.query_lens[0] <= end - batch.first_key <= keys:
         return None
-    pages = batch.page_table[0, : -(-end // page_size)].tolist()
-    return HostRow(batch.slots.numpy(), pages, page_size, batch.first_key, end)
+    pages: NDArray[np.int32] = batch.page_table[0].numpy()[: -(-end // page_size)]
+    neighbours = (pages[1:] - pages[:-1] == 1).all()
+    return HostRow(batch.slots.numpy(), page_size, batch.first_key, end,
+                   slice(int(pages[0]), int(pages[-1]) + 1) if neighbours else pages)
 
 
 def kv_layers(plan: EnginePlan) -> int:
@@ -173,7 +172,7 @@ def plan_groups(batch: Batch, page_size: int, limits: GroupLimits, decode_bias: 
 
 def _decode_runs(batch: Batch, limits: GroupLimits) -> Iterator[tuple[int, int]]:
     """(first row, last row + 1); looks at rows one by one only when all together are too many."""
-    lens = batch.kv_lens[: batch.num_decodes]
+    lens = batch.kv_lens[: batch.num_decodes] - batch.first_key
     low, longest = 0, 0
     for row in range(len(lens) if len(lens) * int(lens.max(initial=0)) > limits.decode_keys else 0):
         longest = max(longest, int(lens[row]))
@@ -188,7 +187,7 @@ def _prefill_runs(batch: Batch, limits: GroupLimits) -> Iterator[tuple[int, int,
     """(first row, last row + 1, kind) with kind "own", "cached" or "long"."""
     low, kind, width, length, tokens = batch.num_decodes, "", 0, 0, 0
     for row in range(batch.num_decodes, batch.num_rows):
-        queries, keys = int(batch.query_lens[row]), int(batch.kv_lens[row])
+        queries, keys = int(batch.query_lens[row]), int(batch.kv_lens[row]) - batch.first_key
         row_kind = _kind(queries, keys, limits)
         count = row + 1 - low
         wide, long = max(width, queries), max(length, keys)
@@ -209,8 +208,9 @@ def _kind(queries: int, keys: int, limits: GroupLimits) -> str:
 
 
 def _frame(batch: Batch, starts: np.ndarray, low: int, high: int, decode: bool) -> Group:
+    longest = int(batch.kv_lens[low:high].max())
     return Group(first=int(starts[low]), tokens=int(starts[high] - starts[low]), rows=high - low,
-                 width=int(batch.query_lens[low:high].max()), length=int(batch.kv_lens[low:high].max()), decode=decode)
+                 width=int(batch.query_lens[low:high].max()), length=longest - batch.first_key, decode=decode)
 
 
 def _pad(group: Group, batch: Batch, low: int, high: int) -> None:
@@ -227,11 +227,12 @@ def _pad(group: Group, batch: Batch, low: int, high: int) -> None:
 
 
 def _slots(batch: Batch, page_size: int, low: int, high: int, length: int) -> Tensor:
-    """int64 [high - low, length] cache slots of positions 0 to ``length``."""
-    pages: Tensor = batch.page_table[low:high, : -(-length // page_size)].long()
+    """int64 [high - low, length] cache slots of ``length`` positions from the first key on."""
+    first = batch.first_key
+    pages: Tensor = batch.page_table[low:high, : -(-(first + length) // page_size)].long()
     offsets = torch.arange(page_size, device=pages.device)
     slots = (pages.unsqueeze(-1) * page_size + offsets).view(high - low, -1)
-    return slots[:, :length]
+    return slots[:, first : first + length]
 
 
 def _span(batch: Batch, page_size: int, low: int, high: int) -> int | None:
@@ -244,18 +245,18 @@ def _span(batch: Batch, page_size: int, low: int, high: int) -> int | None:
     pages = batch.page_table[low].numpy()[: -(-int(batch.kv_lens_device[low]) // page_size)]
     if not len(pages) or (pages[1:] - pages[:-1] != 1).any():
         return None
-    return int(pages[0]) * page_size
+    return int(pages[0]) * page_size + batch.first_key
 
 
 def _with_keys(group: Group, batch: Batch, page_size: int, low: int, high: int, dtype: torch.dtype) -> Group:
     """Fill ``slots`` or ``span``, and ``bias``."""
     group.span = _span(batch, page_size, low, high)
     if group.span is not None:
-        group.length = int(batch.kv_lens_device[low])
+        group.length = int(batch.kv_lens_device[low]) - batch.first_key
         group.bias = torch.zeros(1, 1, group.length, dtype=dtype, device=batch.page_table.device)
         return group
     slots = _slots(batch, page_size, low, high, group.length)
-    lens = batch.kv_lens_device[low:high].long().unsqueeze(-1)
+    lens = batch.kv_lens_device[low:high].long().unsqueeze(-1) - batch.first_key
     keys = torch.arange(group.length, device=slots.device)
     # NOTE: masking alone would not keep a NaN out of the sum; keys past the end are replaced by the row's first.
     group.slots = torch.where(keys < lens, slots, slots[:, :1]).view(-1)
@@ -268,6 +269,6 @@ def _with_keys(group: Group, batch: Batch, page_size: int, low: int, high: int, 
 
 def _long_row(batch: Batch, page_size: int, keys: int, row: int, starts: np.ndarray) -> LongRow:
     tokens = int(batch.query_lens[row])
-    prefix = int(batch.kv_lens[row]) - tokens
+    prefix = int(batch.kv_lens[row]) - batch.first_key - tokens
     slots = _slots(batch, page_size, row, row + 1, prefix).reshape(-1)
     return LongRow(int(starts[row]), tokens, list(slots.split(keys)))

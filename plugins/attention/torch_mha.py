@@ -18,5 +18,6 @@ def register_attention_backends() -> list[Component]:
     return [Component(
         name="torch_mha", options=TorchMhaOptions,
         factory="glowplug.plugins.attention.torch_mha_runtime:TorchMha",
-        offers=AttentionOffers(kinds=frozenset({"mha"}), modes=dict(EVERY_MODE_EAGER)),
+        offers=AttentionOffers(kinds=frozenset({"mha"}), modes=dict(EVERY_MODE_EAGER),
+                               first_key=True),
         summary="multi-head and grouped-query attention in plain torch (CPU and CUDA)")]

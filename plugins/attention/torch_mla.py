@@ -22,5 +22,6 @@ def register_attention_backends() -> list[Component]:
     return [Component(
         name="torch_mla", options=TorchMlaOptions,
         factory="glowplug.plugins.attention.torch_mla_runtime:TorchMla",
-        offers=AttentionOffers(kinds=frozenset({"mla"}), modes=dict(EVERY_MODE_EAGER)),
+        offers=AttentionOffers(kinds=frozenset({"mla"}), modes=dict(EVERY_MODE_EAGER),
+                               first_key=True),
         summary="latent attention in plain torch (CPU and CUDA)")]

@@ -110,11 +110,11 @@ class TorchSampler:
         self._floats.upload()
         self._ints.upload()
 
-    def sample(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Sampled:
+    def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Tensor | None = None) -> Sampled:
         step = self._step
         raw = logits.clone() if step & Feature.LOGPROBS and step.edits else logits
         if step.edits:
-            self._edit(logits, rows, positions)
+            self._edit(logits, rows, positions, ahead)
         tokens = logits.argmax(-1)
         peak = logits.gather(1, tokens[:, None])
         if step & Feature.RANDOM:
@@ -122,9 +122,10 @@ class TorchSampler:
         logprobs = None
         if step & Feature.LOGPROBS:
             logprobs = LogprobTensors(*kernel.token_logprobs(raw, tokens, self._step_logprobs))
-        return Sampled(tokens, ~peak.isfinite().squeeze(1), logprobs)
+        bad = (peak - peak).squeeze(1) != 0  # infinity less itself is NaN, which equals nothing
+        return Sampled(tokens, bad, logprobs)
 
-    def _edit(self, logits: Tensor, rows: Tensor, positions: Tensor) -> None:
+    def _edit(self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Tensor | None) -> None:
         step, floats, ints = self._step, self._floats.device[rows], self._ints.device[rows]
         if step & Feature.ALLOWED:
             logits.masked_fill_(~self._allowed.state[ints[:, ALLOWED_SLOT]], float("-inf"))
@@ -134,6 +135,8 @@ class TorchSampler:
             self._bias.add(logits, rows)
         if step & Feature.PENALTIES:
             state = self._penalties.state[ints[:, PENALTY_SLOT]]
+            if ahead is not None:
+                state.scatter_add_(1, ahead.clamp(min=0), (ahead >= 0).int())
             kernel.apply_penalties(
                 logits, state > 0, state & (PROMPT_BIT - 1),
                 floats[:, REPETITION], floats[:, FREQUENCY], floats[:, PRESENCE])

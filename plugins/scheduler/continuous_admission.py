@@ -14,19 +14,21 @@ MOST_DEFERRED = 32  #: waiting sequences that may be passed over in one step
 class Admission:
     """Admits in the policy's order and stops at the first that does not fit, so that large requests are not starved.
 
-    A sequence gets the pages of its whole prompt at once, so prefill can never run out of them. While others run, one
-    page for each of them is left over: else the next step would take the pages back.
+    A sequence gets the pages of its whole prompt (and of what is drafted behind it) at once, so prefill can never run
+    out of them. While others run, one page for each of them is left over: else the next step would take the pages back.
 
     Args:
         max_rows: sequences that may run together.
+        lookahead: tokens that a draft writes behind the prompt, for which there must be pages too.
         share: tokens from which waiting for a like prompt now being computed is worth it; 0: never wait.
         scored: tells whether a sequence still wants log-probabilities of its prompt, which a cached one has not.
     """
 
-    def __init__(self, rows: Rows, queue: Queue, policy: SchedulingPolicy, *, max_rows: int, context: int, share: int,
-                 scored: Callable[[Sequence], bool]) -> None:
+    def __init__(self, rows: Rows, queue: Queue, policy: SchedulingPolicy, *, max_rows: int, context: int,
+                 lookahead: int, share: int, scored: Callable[[Sequence], bool]) -> None:
         self.rows, self.queue, self.policy = rows, queue, policy
-        self.max_rows, self.context, self.share, self.scored = max_rows, context, share, scored
+        self.max_rows, self.context, self.lookahead = max_rows, context, lookahead
+        self.share, self.scored = share, scored
         self.queries = self.hits = 0
         self._blocked = False
         self._waits_for: dict[int, int] = {}  # waiting id -> the running id whose prompt it waits for
@@ -93,7 +95,8 @@ class Admission:
     def _place(self, sequence: Sequence, tokens: Ints, match: PrefixMatch) -> bool:
         rows = self.rows
         rows.cache.lock(match, 1)
-        needed = rows.pages_for(len(tokens)) - len(match.pages)
+        stored = max(len(tokens), min(len(tokens) + self.lookahead, sequence.max_length - 1, self.context - 1))
+        needed = rows.pages_for(stored) - len(match.pages)
         available = rows.pages.free + rows.cache.size()[1]
         if needed + len(rows.running) <= available and rows.make_free(needed):
             fresh = rows.pages.take(needed)

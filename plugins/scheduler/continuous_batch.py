@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from glowplug.core.batch import Batch
 from glowplug.core.offers import Mode
+from glowplug.core.plan import Sizes
 from glowplug.core.request import Sequence
 from glowplug.plugins.scheduler.continuous_rows import Ints, Rows
 
@@ -32,20 +33,21 @@ def launchable(rows: Rows) -> Ints:
 def needed_tokens(rows: Rows, members: Ints, width: int) -> Ints:
     """Tokens each decoding row must have pages for in its next step: an upper bound while lengths are on the device.
 
-    The last token of a full sequence is never computed on, hence never stored.
+    ``width`` counts the step's own tokens and what a draft writes behind them. The last token of a full sequence is
+    never computed on, hence never stored.
     """
     table = rows.table
     bound: Ints = np.minimum(table.launched[members] + np.int32(width), table.max_length[members] - np.int32(1))
     return bound
 
 
-def launch_decodes(rows: Rows, members: Ints, width: int) -> Ints:
-    """Advance the rows by one step; returns their cache lengths after it (bounded by the table's context)."""
+def launch_decodes(rows: Rows, members: Ints, width: int, most: int) -> Ints:
+    """Advance the rows by one step; returns their cache lengths after it, bounded by ``most``."""
     table = rows.table
     after = table.launched[members] + np.int32(width)
     table.launched[members] = after
     rows.pending[members] += 1
-    return after if width == 1 else np.minimum(after, np.int32(table.context))
+    return after if width == 1 else np.minimum(after, np.int32(most))
 
 
 def launch_chunks(rows: Rows, budget: int, only: list[int]) -> list[Chunk]:
@@ -65,12 +67,12 @@ def launch_chunks(rows: Rows, budget: int, only: list[int]) -> list[Chunk]:
     return chunks
 
 
-def build(rows: Rows, step: int, members: Ints, kv_lens: Ints, chunks: list[Chunk], width: int) -> Batch:
+def build(rows: Rows, step: int, members: Ints, kv_lens: Ints, chunks: list[Chunk], sizes: Sizes) -> Batch:
     """The batch of decoding ``members`` and prefill ``chunks``. Takes ``joined`` and ``left`` off ``rows``."""
-    table, decodes = rows.table, len(members)
+    table, decodes, width = rows.table, len(members), sizes.width
     query_lens = np.full(decodes, width, np.int32)
     samples = np.ones(decodes, np.bool_)
-    scored, prompt_ids = None, np.zeros(0, np.int32)
+    scored, prompt_ids, next_ids, resumed = None, np.zeros(0, np.int32), None, None
     if chunks:
         members = np.concatenate([members, np.array([chunk.row for chunk in chunks], np.int32)])
         query_lens = np.concatenate([query_lens, np.array([c.stop - c.start for c in chunks], np.int32)])
@@ -78,12 +80,14 @@ def build(rows: Rows, step: int, members: Ints, kv_lens: Ints, chunks: list[Chun
         samples = np.concatenate([samples, np.array([chunk.samples for chunk in chunks], np.bool_)])
         prompt_ids = np.concatenate([table.tokens[chunk.row, chunk.start : chunk.stop] for chunk in chunks])
         scored = _scored(rows, decodes, chunks)
-    longest = rows.pages_for(int(kv_lens.max()))
+        next_ids, resumed = _following(rows, chunks), _resumed(rows, chunks)
+    longest = rows.pages_for(int(kv_lens.max()) + sizes.lookahead)
     joined, left = _changes(rows)
     return Batch(
         step=step, mode=_mode(chunks, width), rows=members, epochs=table.epoch[members], num_decodes=decodes,
         query_lens=query_lens, kv_lens=kv_lens, samples=samples, prompt_ids=prompt_ids,
-        pages=table.pages[members, :longest], joined=joined, left=left, prompt_logprobs=scored)
+        pages=table.pages[members, :longest], joined=joined, left=left, next_ids=next_ids, resumed=resumed,
+        prompt_logprobs=scored)
 
 
 def _mode(chunks: list[Chunk], width: int) -> Mode:
@@ -99,6 +103,18 @@ def _scored(rows: Rows, decodes: int, chunks: list[Chunk]) -> NDArray[np.bool_] 
     if not any(wanted):
         return None
     return np.concatenate([np.zeros(decodes, np.bool_), np.array(wanted, np.bool_)])
+
+
+def _following(rows: Rows, chunks: list[Chunk]) -> Ints:
+    """The token behind each chunk, 0 where it ends its prompt."""
+    tokens = rows.table.tokens
+    return np.array([0 if chunk.samples else tokens[chunk.row, chunk.stop] for chunk in chunks], np.int32)
+
+
+def _resumed(rows: Rows, chunks: list[Chunk]) -> NDArray[np.bool_]:
+    """Chunks that begin where the row's cached prefix ends."""
+    size = rows.table.page_size
+    return np.array([0 < chunk.start == rows.shared[chunk.row] * size for chunk in chunks], np.bool_)
 
 
 def _changes(rows: Rows) -> tuple[list[Sequence], list[int]]:

@@ -15,8 +15,9 @@ and waits again, at the queue's head, with its output. What holds at all times:
    only whole pages before that are kept. Likewise a row may have a new owner while a step of the old one is in flight.
 4. A result belongs to a row only if the row's epoch is that of the launch; ``join`` and ``leave`` move it.
 5. Pages are reserved before a launch: a prompt's when it is admitted, a decoding row's when the step's upper bound
-   crosses into a new page, and never beyond ``max_length - 1`` tokens, the last that are stored. A width above one may
-   compute on positions beyond that; their page-table entries are 0, the scratch page, and nothing they yield is kept.
+   crosses into a new page, and never beyond ``max_length - 1`` tokens, the last that are stored. Both count the
+   ``lookahead`` tokens that a draft writes behind a step's own. A width above one may compute on positions beyond that;
+   their page-table entries are 0, the scratch page, and nothing they yield is kept.
 6. When pages run out: first the cache gives up its oldest, then the policy names victims. Preemption happens only
    with nothing in flight (``next_batch`` returns None until then), so it never drops a token: a row that decodes has
    gained at least one since it was admitted, and the last running row is never a victim and always fits (``add``
@@ -68,7 +69,7 @@ class Continuous:
         self.rows, self.queue, self.scores = Rows(table, pages, cache), Queue(), commits.PromptScores()
         self.max_rows = min(sizes.max_running, table.rows, sizes.max_step_tokens // sizes.width)
         self.admission = Admission(self.rows, self.queue, policy, max_rows=self.max_rows, context=sizes.context_length,
-                                   share=self.options.share_prefill, scored=self._is_scored)
+                                   lookahead=sizes.lookahead, share=self.options.share_prefill, scored=self._is_scored)
         self.stats.pages_total = pages.total
 
     # ---- in ---------------------------------------------------------------------------------------------------------
@@ -158,12 +159,12 @@ class Continuous:
             if self.options.mixed:
                 chunks = self._launch_chunks(len(members) * width, admit=not preempted)
             # NOTE: after the chunks, which end with rows that start to decode in the next step, not in this one.
-            kv_lens = batches.launch_decodes(self.rows, members, width)
+            kv_lens = batches.launch_decodes(self.rows, members, width, self.sizes.context_length + width)
         if not len(members) and not chunks:
             return None
         self._inflight += 1
         self.stats.steps += 1
-        return batches.build(self.rows, self.stats.steps, members, kv_lens, chunks, width)
+        return batches.build(self.rows, self.stats.steps, members, kv_lens, chunks, self.sizes)
 
     def _reserve_decodes(self) -> tuple[Ints, bool] | None:
         """Decoding rows with pages for their next step, and whether any row was preempted for it.
@@ -174,7 +175,7 @@ class Continuous:
         while True:
             members = batches.launchable(self.rows)
             short, counts = self.rows.lacking(
-                members, batches.needed_tokens(self.rows, members, self.sizes.width))
+                members, batches.needed_tokens(self.rows, members, self.sizes.width + self.sizes.lookahead))
             if not len(short):
                 return members, preempted
             wanted = int(counts.sum())
@@ -261,7 +262,7 @@ class Continuous:
         if self.sizes.width > 1:
             decodes = int(np.searchsorted(done.at, batch.num_decodes))
             self.stats.drafted_tokens += decodes * (self.sizes.width - 1)
-            self.stats.accepted_tokens += int(np.maximum(done.given[:decodes] - 1, 0).sum())
+            self.stats.accepted_tokens += int(np.maximum(done.counts[:decodes] - 1, 0).sum())
 
     def take_pending(self) -> StepOutput | None:
         if not self._out.finished and not self._out.admitted:

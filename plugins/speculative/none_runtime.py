@@ -10,6 +10,7 @@ from glowplug.core.build import BuildContext
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Limits, Model, ModelFamily, Sampler, Worker
 from glowplug.plugins.speculative.none import NoSpeculationOptions
+from glowplug.plugins.speculative.verify import spread
 
 
 class NoSpeculation:
@@ -51,11 +52,11 @@ class NoSpeculation:
         self._last[rows] = sampled.tokens[:, None]
         size = batch.num_rows
         return Accepted(
-            _spread(sampled.tokens, where, size)[:, None],
-            _spread(self._ones[: len(where)], where, size),
-            _spread(sampled.bad, where, size),
+            spread(sampled.tokens, where, size)[:, None],
+            spread(self._ones[: len(where)], where, size),
+            spread(sampled.bad, where, size),
             None if sampled.logprobs is None else LogprobTensors(
-                *(_spread(part, where, size)
+                *(spread(part, where, size)
                   for part in (sampled.logprobs.token, sampled.logprobs.top_ids, sampled.logprobs.top))))
 
     def _to_device(self, index: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
@@ -64,8 +65,3 @@ class NoSpeculation:
 
     def draft_model(self, context: BuildContext, family: ModelFamily, target: Model) -> Model | None:
         return None
-
-
-def _spread(values: Tensor, where: Tensor, size: int) -> Tensor:
-    """``values`` [N, ...] at places ``where`` int64 [N] of zeros [size, ...]."""
-    return values.new_zeros(size, *values.shape[1:]).index_copy_(0, where, values)

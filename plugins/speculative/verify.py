@@ -1,0 +1,88 @@
+"""Verifying drafts that form a chain: what each row's tokens come to once the target has scored them.
+
+The sampler draws the target's own token at every position with the noise of that position, and a draft counts while it
+is that token. So the output is, token for token, what a step of width one would have drawn. Since a draft is a single
+proposal (a point mass), it survives exactly as often as under rejection sampling (Leviathan et al. 2023).
+
+D decoding rows, W width, B rows, N logits rows. Everything stays on the device.
+"""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from glowplug.core.batch import Accepted, Batch, LogprobTensors
+from glowplug.core.protocols import Sampled, Sampler
+
+
+def accept_chain(drawn: Tensor, drafts: Tensor) -> Tensor:
+    """Tokens each row gains, int32 [D] from 1 to W: its accepted drafts, and the target's token behind them.
+
+    drawn int64 [D, W]: the target's tokens; drafts int64 [D, W - 1]: what was fed in at positions 1 to W - 1.
+    """
+    return (drawn[:, :-1] == drafts).cumprod(1).sum(1, dtype=torch.int32) + 1
+
+
+def accept_chain_reference(drawn: list[list[int]], drafts: list[list[int]]) -> list[int]:
+    """The same one by one."""
+    counts = []
+    for tokens, row in zip(drawn, drafts, strict=True):
+        count = 1
+        while count <= len(row) and row[count - 1] == tokens[count - 1]:
+            count += 1
+        counts.append(count)
+    return counts
+
+
+def chain_before(fed: Tensor) -> Tensor:
+    """int64 [D * W, W - 1] for fed int64 [D, W]: the drafts at or before each position, -1 for those behind it."""
+    rows, width = fed.shape
+    seen = torch.ones(width, width - 1, dtype=torch.bool, device=fed.device).tril_(-1)
+    return fed[:, None, 1:].masked_fill(~seen, -1).view(rows * width, width - 1)
+
+
+def verify_chain(logits: Tensor, batch: Batch, width: int, ends: Tensor | None, sampler: Sampler) -> Accepted:
+    """Draw at every position of the decoding rows and at the end of the prompts that ended, and accept.
+
+    logits [N, V] of those, in this order; ends int64: places in the batch of the prompts that ended, None when the
+    batch holds decoding rows only. Tells the sampler what was accepted.
+    """
+    rows = batch.num_decodes
+    count = rows * width
+    fed = batch.input_ids[:count].view(rows, width)
+    owners = batch.row_ids[:rows, None].expand(rows, width).reshape(-1)
+    positions, before = batch.positions[:count] + 1, chain_before(fed)
+    if ends is not None:
+        owners, positions = torch.cat([owners, batch.row_ids[ends]]), torch.cat([positions, batch.kv_lens_device[ends]])
+        before = torch.cat([before, before.new_full((len(ends), width - 1), -1)])
+    sampled = sampler.sample(logits, owners, positions, before)
+    drawn = sampled.tokens[:count].view(rows, width)
+    counts = accept_chain(drawn, fed[:, 1:])
+    kept = torch.arange(width, device=counts.device) < counts[:, None]
+    bad = (sampled.bad[:count].view(rows, width) & kept).any(1)
+    accepted = Accepted(drawn, counts, bad, sampled.logprobs)
+    if ends is not None:
+        accepted = _with_ends(accepted, sampled, ends, batch.num_rows)
+    sampler.observe(accepted.tokens, accepted.counts, batch.row_ids)
+    return accepted
+
+
+def _with_ends(decoded: Accepted, sampled: Sampled, ends: Tensor, size: int) -> Accepted:
+    """All ``size`` rows of the step: the decoding ones, those whose prompt ended (one token), the others (none)."""
+    rows, width = decoded.tokens.shape
+    first = torch.arange(rows * width, device=ends.device)
+    tokens, cells = sampled.tokens, torch.cat([first, ends * width])
+    places = torch.cat([first[:rows], ends])
+    one = torch.ones(len(ends), dtype=torch.int32, device=ends.device)
+    logprobs = sampled.logprobs
+    if logprobs is not None:
+        logprobs = LogprobTensors(*(spread(part, cells, size * width)
+                                    for part in (logprobs.token, logprobs.top_ids, logprobs.top)))
+    return Accepted(spread(tokens, cells, size * width).view(size, width),
+                    spread(torch.cat([decoded.counts, one]), places, size),
+                    spread(torch.cat([decoded.bad, sampled.bad[rows * width :]]), places, size), logprobs)
+
+
+def spread(values: Tensor, where: Tensor, size: int) -> Tensor:
+    """``values`` [N, ...] at places ``where`` int64 [N] of zeros [size, ...]."""
+    return values.new_zeros(size, *values.shape[1:]).index_copy_(0, where, values)
