@@ -140,17 +140,18 @@ class AllToAllExchange(StaticAllToAllExchange):
         local = self._local(ids, self._shares)
         share, self._source = (local >= 0).any(-1).nonzero(as_tuple=True)
         counts = torch.bincount(share, minlength=len(local)).unsqueeze(1)
-        received = self._collectives.all_to_all(counts, "ep").flatten().tolist()
-        self._counts_sent, self._counts_received = counts.flatten().tolist(), received
+        self._received = self._collectives.all_to_all(counts, "ep").flatten().tolist()
+        self._sent = counts.flatten().tolist()
         packed = pack(x[self._source], local[share, self._source], weights[self._source])
-        arrived = self._collectives.all_to_all_rows(packed, self._counts_sent, received, "ep")
+        arrived = self._collectives.all_to_all_rows(packed, self._sent, self._received, "ep")
         return unpack(arrived, ids.shape[1], x.dtype)
 
     def combine(self, y: Tensor, partial: Tensor | None = None) -> Tensor:
-        back = self._collectives.all_to_all_rows(y, self._counts_received, self._counts_sent, "ep").float()
+        back = self._collectives.all_to_all_rows(y, self._received, self._sent, "ep").float()
         own = back.new_zeros(self._rows, y.shape[1])
-        for source, part in zip(self._source.split(self._counts_sent), back.split(self._counts_sent), strict=True):
-            own.index_add_(0, source, part)  # no row twice within a part, so the order of summation is that of ranks
+        parts = (torch.split(rows, self._sent) for rows in (self._source, back))
+        for source, part in zip(*parts, strict=True):  # no row twice in a part, so they add up in order of rank
+            own.index_add_(0, source, part)
         return self._finish(own, self._tokens, partial, y.dtype)
 
 
@@ -170,6 +171,6 @@ def pack(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
 
 def unpack(packed: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Bytes [M, ...] of tokens with ``width`` experts each -> x [M, hidden] in ``dtype``, ids, weights."""
-    ids, weights, x = (part.contiguous() for part in packed.split(
-        [4 * width, 4 * width, packed.shape[-1] - 8 * width], dim=-1))
+    sizes = [4 * width, 4 * width, packed.shape[-1] - 8 * width]
+    ids, weights, x = (part.contiguous() for part in torch.split(packed, sizes, dim=-1))
     return x.view(dtype), ids.view(torch.int32).long(), weights.view(torch.float32)
