@@ -24,6 +24,11 @@ def axis_size(axis: str, mesh: Mapping[str, int]) -> int:
     return mesh.get(axis, 1)
 
 
+def divides(mesh: Mapping[str, int]) -> bool:
+    """Do the axes over the tp ranks cut them into equal blocks?"""
+    return all(mesh.get("tp", 1) % mesh.get(axis, 1) == 0 for axis in OVER_TP)
+
+
 def coordinates(rank: int, mesh: Mapping[str, int]) -> dict[str, int]:
     """Axis -> index of ``rank``, "attn_tp" and "moe_tp" included; {} for one rank without a mesh."""
     if not mesh:
@@ -48,3 +53,13 @@ def group(axis: str, rank: int, mesh: Mapping[str, int]) -> tuple[int, ...]:
         return tuple(peer for peer, _ in peers)
     kept = WITHIN.get(axis) or next(inner for inner, outer in WITHIN.items() if outer == axis)
     return tuple(peer for peer, at in peers if at[kept] == own[kept])
+
+
+def deal(full: int, parts: int, index: int, block: int = 1) -> tuple[int, int]:
+    """(start, size) of part ``index`` of ``full`` elements, dealt in equal runs of whole blocks.
+
+    The last parts are shorter, or empty, where that does not come out even.
+    """
+    each = -(-full // (parts * block)) * block
+    start = min(each * index, full)
+    return start, min(each, full - start)

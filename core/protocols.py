@@ -261,7 +261,8 @@ class Shard:
     """A rank's part of a dimension: elements ``start`` to ``start + size`` of ``full``.
 
     ``reduce``: the layer's output is a partial sum that must be all-reduced. ``gather``: it is a slice to be gathered.
-    ``axis``: the mesh axis to do either over (``core/mesh.py`` names them).
+    ``axis``: the mesh axis to do either over (``core/mesh.py`` names them). ``parts``: ranks that share the dimension;
+    a part that is to be gathered is filled up to ceil(full / parts) first.
     """
 
     start: int
@@ -270,6 +271,7 @@ class Shard:
     reduce: bool = False
     gather: bool = False
     axis: str = "tp"
+    parts: int = 1
 
 
 class ExpertExchange(Protocol):

@@ -97,10 +97,12 @@ class MhaAttention(Module):
                  head_dim: int, scale: float, bias: bool = False) -> None:
         self.index, self.scale, self.head_dim = index, scale, head_dim
         self._mha, self._rope = context.attention.mha, context.ops.rope
+        queries = context.parallel.shard("heads", f"{name}.q_proj", heads)
+        held = kv_heads_of(queries.start, queries.size, heads, kv_heads)
         self.qkv = Linear(context, f"{name}.qkv_proj", hidden, [
             Part(f"{name}.q_proj", heads * head_dim, "heads", head_dim, bias),
-            Part(f"{name}.k_proj", kv_heads * head_dim, "heads", head_dim, bias),
-            Part(f"{name}.v_proj", kv_heads * head_dim, "heads", head_dim, bias)])
+            Part(f"{name}.k_proj", kv_heads * head_dim, "heads", head_dim, bias, held),
+            Part(f"{name}.v_proj", kv_heads * head_dim, "heads", head_dim, bias, held)])
         self._split = [size // head_dim for size in self.qkv.outputs]
         self.heads, self.kv_heads = self._split[0], self._split[1]
         self.o_proj = Linear(context, f"{name}.o_proj", heads * head_dim,
@@ -114,3 +116,10 @@ class MhaAttention(Module):
             self.qkv.forward(x).view(-1, self.heads + 2 * self.kv_heads, self.head_dim), self._split, dim=1)
         q, k = self._rope(q, k, at)
         return self.o_proj.forward(self._mha(q, k, v, self))
+
+
+def kv_heads_of(first: int, count: int, heads: int, kv_heads: int) -> tuple[int, int]:
+    """(first, count) of the key heads that ``count`` query heads from number ``first`` on read; the ranks of a shared
+    one repeat it."""
+    start = first * kv_heads // heads
+    return start, -(-(first + count) * kv_heads // heads) - start

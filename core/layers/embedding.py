@@ -10,7 +10,7 @@ from torch import Tensor
 from glowplug.core.build import BuildContext
 from glowplug.core.layers.linear import Linear, Part
 from glowplug.core.layers.module import Module, Target, part_of
-from glowplug.core.protocols import WeightTarget
+from glowplug.core.protocols import Collectives, WeightTarget
 
 
 class Embedding(Module):
@@ -44,11 +44,19 @@ class LmHead(Module):
 
     def __init__(self, context: BuildContext, name: str, vocab: int, hidden: int) -> None:
         self.linear = Linear(context, name, hidden, [Part(name, vocab, "vocab")])
-        self._gather = context.collectives if self.linear.outputs[0] < vocab else None
+        self._shard = self.linear.shards[0]
+        self._gather = context.collectives if self._shard.size < vocab else None
 
     def forward(self, hidden: Tensor) -> Tensor:
         logits = self.linear.forward(hidden).float()
-        return logits if self._gather is None else self._gather.all_gather(logits, "tp", -1)
+        return logits if self._gather is None else self._gathered(self._gather, logits)
+
+    def _gathered(self, collectives: Collectives, logits: Tensor) -> Tensor:
+        """Equal slices from every rank, the last one filled up, side by side."""
+        missing = -(-self._shard.full // self._shard.parts) - self._shard.size
+        if missing > 0:
+            logits = F.pad(logits, (0, missing), value=float("-inf"))
+        return collectives.all_gather(logits, self._shard.axis, -1)[:, : self._shard.full]
 
 
 class TiedHead(LmHead):

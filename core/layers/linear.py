@@ -5,8 +5,9 @@ The weights and the product belong to the quantization method; this layer knows 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
+from math import gcd
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ class Part:
     """One checkpoint tensor ``{name}.weight`` of ``rows`` rows in a fused layer.
 
     ``role`` says how ranks share the rows ("column", "heads", "vocab", "replicated"); they are dealt in units of
-    ``unit`` rows (a head's, for example). ``bias``: it has a ``{name}.bias`` too.
+    ``unit`` rows (a head's, for example). ``bias``: it has a ``{name}.bias`` too. ``held``: (first, count) of the units
+    on this rank, where the layer itself knows; None: the parallel strategies deal them.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Part:
     role: str = "column"
     unit: int = 1
     bias: bool = False
+    held: tuple[int, int] | None = None
 
 
 class Linear(Module):
@@ -44,7 +47,7 @@ class Linear(Module):
         input_role: "replicated", or "row" when ranks hold a slice of the columns (of ``input_unit`` columns at a time).
         reduce: sum partial results over the ranks here; False leaves that to the caller.
 
-    ``partial`` names the axes over which the caller has to sum.
+    ``partial`` names the axes over which the caller has to sum; ``shards`` are the rows held of each part.
     """
 
     def __init__(self, context: BuildContext, name: str, inputs: int, parts: Sequence[Part], *,
@@ -52,9 +55,9 @@ class Linear(Module):
         self.name = name
         self._context = context
         columns = self._shard(input_role, parts[0].name, inputs, input_unit)
-        shards = [self._shard(part.role, part.name, part.rows, part.unit) for part in parts]
-        self.outputs = tuple(shard.size for shard in shards)
-        self.methods = self._methods(list(zip(parts, shards, strict=True)), columns)
+        self.shards = [self._rows(part) for part in parts]
+        self.outputs = tuple(shard.size for shard in self.shards)
+        self.methods = self._methods(list(zip(parts, self.shards, strict=True)), columns)
         self.input_format = agreed_format(self.methods)
         self.partial = (columns.axis,) if columns.reduce and not reduce else ()
         self._collectives = context.collectives if columns.reduce and reduce else None
@@ -62,13 +65,19 @@ class Linear(Module):
         if len(self.methods) == 1 and self._collectives is None:
             self.forward = self.methods[0].apply  # type: ignore[method-assign]
 
+    def _rows(self, part: Part) -> Shard:
+        if part.held is not None:
+            first, count = part.held
+            return Shard(first * part.unit, count * part.unit, part.rows)
+        return self._shard(part.role, part.name, part.rows, part.unit)
+
     def _shard(self, role: str, name: str, full: int, unit: int) -> Shard:
-        """This rank's elements; ``unit`` elements are dealt together."""
+        """This rank's elements; ``unit`` elements are dealt together, and as many units as make up whole blocks."""
         if role == "replicated":
             return Shard(0, full, full)
-        block = self._context.scheme_for(name).block if unit == 1 else 1
-        shard = self._context.parallel.shard(role, name, full // unit, block)
-        return Shard(shard.start * unit, shard.size * unit, full, shard.reduce, shard.gather, shard.axis)
+        block = self._context.scheme_for(name).block
+        shard = self._context.parallel.shard(role, name, full // unit, block // gcd(block, unit))
+        return replace(shard, start=shard.start * unit, size=shard.size * unit, full=full)
 
     def _methods(self, parts: list[tuple[Part, Shard]], columns: Shard) -> list[LinearMethod]:
         """One method for each run of parts with the same scheme, all with or all without bias; normally one."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from glowplug.core.batch import Batch
 from glowplug.core.memory.layout import KVEntry, KVLayout
+from glowplug.core.mesh import axis_size
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, Worker
 from glowplug.kernels import mha
@@ -30,7 +31,7 @@ class TorchMha:
         self._groups: list[Group | LongRow] = []
         self._slots: Tensor | None = None
         facts = plan.facts.model
-        self._kv_heads = max(1, facts.num_kv_heads // plan.mesh.get("tp", 1))
+        self._kv_heads = max(1, facts.num_kv_heads // axis_size("attn_tp", plan.mesh))
         self._head_dim = facts.head_dim
         per_key = 2 * self._kv_heads * self._head_dim
         self._limits = GroupLimits(decode_keys=max(64, GATHERED_NUMBERS // per_key),

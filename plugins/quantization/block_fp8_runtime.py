@@ -29,9 +29,13 @@ LEFT_ALONE = frozenset({"lm_head", "head", "gate", "embed_tokens", "eh_proj"})
 
 
 class BlockFp8:
-    """``QuantizationScheme``. A checkpoint that is not FP8 is quantised block by block while it loads."""
+    """``QuantizationScheme``. A checkpoint that is not FP8 is quantised block by block while it loads.
 
-    block = fp8.BLOCK
+    Ranks split dimensions anywhere, because a weight is dequantised by its own matrix's blocks; groups of activations
+    begin with a rank's first channel.
+    """
+
+    block = 1
 
     def __init__(self, options: BlockFp8Options, plan: EnginePlan, worker: Worker) -> None:
         facts = plan.facts.model
@@ -72,11 +76,12 @@ class BlockWeight:
         self._scales: Tensor | None = None
 
     def targets(self) -> Iterator[WeightTarget]:
-        if not self.native:
-            yield Target(f"{self.name}.weight", self.full, put=self._quantize)
-            return
         grid = tuple(-(-size // fp8.BLOCK) for size in self.full)
         blocks = tuple(_blocks(cut, size) for cut, size in zip(self.index, self.full))
+        if not self.native:
+            whole = tuple(_elements(cut, size) for cut, size in zip(blocks, self.full))
+            yield Target(f"{self.name}.weight", self.full, index=whole, put=self._quantize)
+            return
         yield Target(f"{self.name}.weight", self.full, index=self.index, dtype=STORED, put=self._take_stored)
         yield Target(f"{self.name}.weight_scale_inv", grid, index=blocks, put=self._take_scales)
 
@@ -91,13 +96,21 @@ class BlockWeight:
     def _finish(self) -> None:
         if self._stored is None or self._scales is None:
             return
-        rows, columns = ((cut.start or 0) % fp8.BLOCK for cut in self.index)
+        rows, columns = self._offsets()
         self.destination.copy_(fp8.dequantize_weight(self._stored, self._scales, self.destination.dtype, rows, columns))
         self._stored = self._scales = None
 
     def _quantize(self, value: Tensor) -> None:
+        """``value``: every block that this rank holds some of."""
         stored, scales = fp8.quantize_weight(value)
-        self.destination.copy_(fp8.dequantize_weight(stored, scales, self.destination.dtype)[self.index])
+        (first, rows), (left, columns) = zip(self._offsets(), self.destination.shape, strict=True)
+        whole = fp8.dequantize_weight(stored, scales, self.destination.dtype)
+        self.destination.copy_(whole[first : first + rows, left : left + columns])
+
+    def _offsets(self) -> tuple[int, int]:
+        """First row and column held, counted from the beginning of their block."""
+        rows, columns = self.index
+        return (rows.start or 0) % fp8.BLOCK, (columns.start or 0) % fp8.BLOCK
 
 
 def _blocks(cut: slice, full: int) -> slice:
@@ -105,6 +118,14 @@ def _blocks(cut: slice, full: int) -> slice:
     if cut == slice(None):
         return cut
     return part_of(cut.start // fp8.BLOCK, -(-cut.stop // fp8.BLOCK) - cut.start // fp8.BLOCK, -(-full // fp8.BLOCK))
+
+
+def _elements(blocks: slice, full: int) -> slice:
+    """The elements of ``blocks`` of a dimension of ``full``."""
+    if blocks == slice(None):
+        return blocks
+    start = blocks.start * fp8.BLOCK
+    return part_of(start, min(blocks.stop * fp8.BLOCK, full) - start, full)
 
 
 def _on_grid(x: Tensor | Quantized) -> Tensor:

@@ -58,7 +58,8 @@ class Rank:
         per_rank = -(-units // self.ring.size) * block
         start = min(self.rank * per_rank, full)
         summed = role in {"row", "experts", "expert_width"}
-        return Shard(start, min(per_rank, full - start), full, reduce=summed, gather=not summed)
+        return Shard(start, min(per_rank, full - start), full, reduce=summed, gather=not summed,
+                     parts=self.ring.size)
 
     def agree(self, local: StepShape) -> StepShape:
         return local
