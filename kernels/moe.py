@@ -65,6 +65,27 @@ def _pairwise(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, 
     return torch.cat(out) if len(out) > 1 else out[0]
 
 
+def experts_some_host(
+    x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, activate: Activation,
+) -> Tensor:
+    """As the reference, for the CPU, where many ids may be -1: only the pairs of experts held here are computed."""
+    chosen = ids.numpy().ravel()
+    here = np.flatnonzero(chosen >= 0)
+    if len(here) == len(chosen):
+        return experts_host(x, w13, w2, ids, weights, activate)
+    out = torch.zeros(x.shape, dtype=torch.float32)
+    if not len(here):
+        return out.to(x.dtype)
+    pairs = here[np.argsort(chosen[here], kind="stable")]
+    hit, sizes = np.unique(chosen[pairs], return_counts=True)
+    experts, each, token = hit.tolist(), sizes.tolist(), torch.from_numpy(pairs // ids.shape[1])
+    rows = torch.split(x.index_select(0, token), each)
+    inner = torch.split(activate(torch.cat([torch.mm(part, w13[e]) for part, e in zip(rows, experts)])), each)
+    y = torch.cat([torch.mm(part, w2[e]) for part, e in zip(inner, experts)])
+    y = y * weights.flatten().index_select(0, torch.from_numpy(pairs)).unsqueeze(1)
+    return out.index_add_(0, token, y).to(x.dtype)
+
+
 def _sorted_places(flat: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Pairs in order of expert, and each sorted pair's place within its expert."""
     order = np.argsort(flat, kind="stable")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from glowplug.core.batch import Batch, StepShape
-from glowplug.core.mesh import axis_size, coordinates
+from glowplug.core.mesh import axis_size, coordinates, deal
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Collectives, ExpertExchange, RequestRouter, Shard, Worker
 from glowplug.plugins.parallel.expert_exchange import (
@@ -45,14 +45,11 @@ class EpMoe:
         return None
 
     def _cut(self, axis: str, full: int, block: int, reduce: bool) -> Shard:
-        """Whole blocks in rank order, the first ranks one more where they do not divide."""
-        index, size = self._at[axis]
-        if size == 1:
+        index, parts = self._at[axis]
+        if parts == 1:
             return Shard(0, full, full)
-        each, over = divmod(-(-full // block), size)
-        first = index * each + min(index, over)
-        start, stop = (min(full, unit * block) for unit in (first, first + each + (index < over)))
-        return Shard(start, stop - start, full, reduce=reduce, gather=not reduce, axis=axis)
+        start, size = deal(full, parts, index, block)
+        return Shard(start, size, full, reduce=reduce, axis=axis, parts=parts)
 
     def agree(self, local: StepShape) -> StepShape:
         return local

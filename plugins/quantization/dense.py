@@ -78,8 +78,9 @@ class DenseExperts:
         self.shape = shape
         self.w13 = torch.empty(shape.count, shape.hidden, 2 * shape.inter, dtype=dtype, device=device)
         self.w2 = torch.empty(shape.count, shape.inter, shape.hidden, dtype=dtype, device=device)
-        self._run = moe.experts_host if torch.device(device).type == "cpu" else moe.experts_device
-        self._partial = shape.count < shape.total
+        shared = shape.count < shape.total or shape.inter < shape.inter_full
+        host = moe.experts_some_host if shared else moe.experts_host  # only among ranks can an expert be elsewhere
+        self._run = host if torch.device(device).type == "cpu" else moe.experts_device
 
     def targets(self) -> Iterator[WeightTarget]:
         for name, full, index, expert, span in expert_slices(self.shape):
@@ -94,8 +95,6 @@ class DenseExperts:
 
     def apply(self, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor:
         values = x.values if isinstance(x, Quantized) else x
-        if self._partial and values.device.type == "cpu":
-            weights, ids = weights.masked_fill(ids < 0, 0.0), ids.clamp(min=0)
         return self._run(values, self.w13, self.w2, ids, weights, self.activate)
 
 

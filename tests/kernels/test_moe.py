@@ -47,6 +47,16 @@ def test_host_experts(tokens: int, experts: int, k: int, skew: float) -> None:
             torch.testing.assert_close(function(*given, silu_and_mul), wanted, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("absent", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(("tokens", "experts", "k", "skew"), LOADS)
+def test_host_experts_of_which_some_are_elsewhere(tokens: int, experts: int, k: int, skew: float, absent: float) -> None:
+    x, w13, w2, ids, weights = problem(tokens, experts, k, 7, skew)
+    ids[torch.rand(ids.shape, generator=torch.Generator().manual_seed(tokens)) < absent] = -1
+    weights[ids < 0] = float("nan")
+    found = moe.experts_some_host(x, w13, w2, ids, weights, silu_and_mul)
+    torch.testing.assert_close(found, naive(x, w13, w2, ids, weights), atol=1e-5, rtol=1e-4)
+
+
 def recorded(function: Callable[..., Tensor], name: str, taken: list[str]) -> Callable[..., Tensor]:
     def spy(*args: Any) -> Tensor:
         taken.append(name)
