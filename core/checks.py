@@ -1,14 +1,14 @@
-"""Generic checks: pure functions over the draft that read offers and facts, never names. Plan zone: no torch.
+"""Generic checks of components against facts and of what takes part in a step. Plan zone: no torch.
 
-Each check states the slots it reads; while a slot is being chosen only its checks run, at the end all of them do. A
-check skips what is not chosen yet.
+Pure functions over the draft that read offers and facts, never names; ``checking.py`` runs them.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
+from glowplug.core import checks_draft, checks_ranks
+from glowplug.core.checking import instead, listed, reads, refuse
 from glowplug.core.component import CONTRACT, Chosen, Component
 from glowplug.core.draft import Draft
 from glowplug.core.errors import Refusal
@@ -16,8 +16,6 @@ from glowplug.core.facts import ModelFacts
 from glowplug.core.offers import (
     AttentionOffers,
     CacheOffers,
-    CollectiveOffers,
-    ExecutorOffers,
     GraphOffers,
     Mode,
     ModelOffers,
@@ -28,51 +26,9 @@ from glowplug.core.offers import (
     SpeculativeOffers,
     WeightOffers,
 )
-from glowplug.core.slots import BY_NAME, SLOTS, Slot
+from glowplug.core.slots import SLOTS, Slot
 
-Check = Callable[[Draft], Iterator[Refusal]]
-CHECKS: list[Check] = []
-BY_SLOT: dict[str, list[Check]] = {slot.name: [] for slot in SLOTS}
-
-
-def reads(*slots: str) -> Callable[[Check], Check]:
-    """Register a check under the slots whose choice it judges."""
-    def register(check: Check) -> Check:
-        CHECKS.append(check)
-        for slot in slots:
-            BY_SLOT[slot].append(check)
-        return check
-    return register
-
-
-def run_checks(draft: Draft, slot: str = "") -> list[Refusal]:
-    """Refusals of every generic check, or of those that judge ``slot``."""
-    draft.focus = slot
-    found = [refusal for check in (BY_SLOT[slot] if slot else CHECKS) for refusal in check(draft)]
-    draft.focus = ""
-    return found
-
-
-def use_field(draft: Draft, slot: Slot, chosen: Chosen) -> str:
-    """The configuration path where the operator picks this component."""
-    if not slot.section:
-        return "model"
-    if not slot.many:
-        return f"{slot.section}.use"
-    held = draft.chosen[slot.name]
-    return f"{slot.section}.{held.index(chosen) if chosen in held else 0}.use"
-
-
-def refuse(draft: Draft, slot: str, chosen: Chosen, reason: str, fix: str, field: str = "") -> Refusal:
-    return Refusal(by=chosen.name, field=field or use_field(draft, BY_NAME[slot], chosen), reason=reason, fix=fix,
-                   origin=draft.origin(slot, chosen.name))
-
-
-def instead(draft: Draft, slot: str, fits: Callable[[Any], bool], otherwise: str) -> str:
-    """A fix that names the components that would do, or ``otherwise`` when none would."""
-    section = BY_NAME[slot].section or slot
-    names = draft.suggestions(slot, fits)
-    return f"{section}.use = " + " or ".join(f'"{name}"' for name in names) if names else otherwise
+MODULES = (checks_draft, checks_ranks)  #: more checks, which register themselves when they are imported
 
 
 # ---- one component against the facts --------------------------------------------------------------------------------
@@ -114,21 +70,18 @@ def _device(draft: Draft, slot: Slot, offers: Offers, chosen: Chosen) -> Iterato
     device, dtype = draft.values["device"], draft.values["dtype"]
     machine = draft.facts.hardware
     if device not in offers.devices:
-        yield refuse(draft, slot.name, chosen, f"{chosen.name} runs on {_list(offers.devices)}, the device is {device}",
+        yield refuse(draft, slot.name, chosen, f"{chosen.name} runs on {listed(offers.devices)}, the device is "
+                     f"{device}",
                      instead(draft, slot.name, lambda o: device in o.devices, f'device = "{min(offers.devices)}"'))
     elif device == "cuda" and offers.compute:
         found = {card.compute for card in machine.devices} - offers.compute
         if found:
-            yield refuse(draft, slot.name, chosen, f"{chosen.name} supports SM{_list(offers.compute)}; {machine.name} "
-                         f"has SM{_list(found)}", instead(draft, slot.name, lambda o: not o.compute or not found - {
+            yield refuse(draft, slot.name, chosen, f"{chosen.name} supports SM{listed(offers.compute)}; {machine.name} "
+                         f"has SM{listed(found)}", instead(draft, slot.name, lambda o: not o.compute or not found - {
                              card.compute for card in machine.devices if card.compute in o.compute}, "another device"))
     if slot.step and dtype not in offers.dtypes:
-        yield refuse(draft, slot.name, chosen, f"{chosen.name} computes in {_list(offers.dtypes)}, the dtype is "
+        yield refuse(draft, slot.name, chosen, f"{chosen.name} computes in {listed(offers.dtypes)}, the dtype is "
                      f"{dtype}", f'dtype = "{min(offers.dtypes)}"', field="dtype")
-
-
-def _list(values: Any) -> str:
-    return ", ".join(str(value) for value in sorted(values))
 
 
 # ---- model, weights, quantization -----------------------------------------------------------------------------------
@@ -139,7 +92,7 @@ def check_architecture(draft: Draft) -> Iterator[Refusal]:
     for chosen in draft.chosen["model"]:
         assert isinstance(chosen.offers, ModelOffers)
         if draft.facts.model.architecture not in chosen.offers.architectures:
-            yield refuse(draft, "model", chosen, f"{chosen.name} builds {_list(chosen.offers.architectures)}, the "
+            yield refuse(draft, "model", chosen, f"{chosen.name} builds {listed(chosen.offers.architectures)}, the "
                          f"model is {draft.facts.model.architecture}",
                          "a model of one of these architectures, or a plugin that registers this one")
 
@@ -157,7 +110,7 @@ def check_weight_format(draft: Draft) -> Iterator[Refusal]:
                          f'weights.use = "{chosen.name}" for made-up weights')
     elif found not in formats:
         held = "no weights" if found == "none" else f"{found} weights"
-        yield refuse(draft, "weights", chosen, f"{chosen.name} reads {_list(formats)}; {draft.facts.model.path} holds "
+        yield refuse(draft, "weights", chosen, f"{chosen.name} reads {listed(formats)}; {draft.facts.model.path} holds "
                      f"{held}", instead(draft, "weights", lambda o: found in o.formats or "synthetic" in o.formats,
                                         "a folder with weights, or a plugin that reads them"))
 
@@ -177,7 +130,7 @@ def check_quantization(draft: Draft) -> Iterator[Refusal]:
                      f'leave quantization out ({native} is chosen by itself)' if "use =" in native else native)
     elif method not in offers.reads and not offers.online:
         yield refuse(draft, "quantization", chosen, f"{chosen.name} reads checkpoints quantized as "
-                     f"{_list(offers.reads)}; this one is not quantized",
+                     f"{listed(offers.reads)}; this one is not quantized",
                      instead(draft, "quantization", lambda o: "none" in o.reads, 'quantization.use = "auto"'))
     elif method != "none" and offers.block_shape and model.quant_block and offers.block_shape != model.quant_block:
         yield refuse(draft, "quantization", chosen, f"{chosen.name} reads blocks of {_shape(offers.block_shape)}, the "
@@ -209,7 +162,7 @@ def check_attention_kind(draft: Draft) -> Iterator[Refusal]:
     assert isinstance(chosen.offers, AttentionOffers) and isinstance(model.offers, ModelOffers)
     kind = model.offers.kind
     if kind not in chosen.offers.kinds:
-        yield refuse(draft, "attention", chosen, f"{chosen.name} computes {_list(chosen.offers.kinds)} attention, "
+        yield refuse(draft, "attention", chosen, f"{chosen.name} computes {listed(chosen.offers.kinds)} attention, "
                      f"{draft.facts.model.architecture} needs {kind}",
                      instead(draft, "attention", lambda o: kind in o.kinds, f"a plugin with {kind} attention"))
 
@@ -224,7 +177,7 @@ def check_kv_dtype(draft: Draft) -> Iterator[Refusal]:
         other = draft.suggestions("attention", lambda o: kv_dtype in o.kv_dtypes and o.kinds == chosen.offers.kinds)
         fix = 'attention.kv_dtype = "auto"' + (f', or attention.use = "{other[0]}"' if other else "")
         yield refuse(draft, "attention", chosen, f"{chosen.name} keeps the KV cache in "
-                     f"{_list(chosen.offers.kv_dtypes)}, not in {kv_dtype}", fix, field="attention.kv_dtype")
+                     f"{listed(chosen.offers.kv_dtypes)}, not in {kv_dtype}", fix, field="attention.kv_dtype")
 
 
 @reads("attention")
@@ -234,7 +187,7 @@ def check_page_size(draft: Draft) -> Iterator[Refusal]:
         return
     assert isinstance(chosen.offers, AttentionOffers)
     if chosen.offers.page_sizes and size not in chosen.offers.page_sizes:
-        yield refuse(draft, "attention", chosen, f"{chosen.name} reads pages of {_list(chosen.offers.page_sizes)} "
+        yield refuse(draft, "attention", chosen, f"{chosen.name} reads pages of {listed(chosen.offers.page_sizes)} "
                      f"tokens, not of {size}", f"attention.page_size = {min(chosen.offers.page_sizes)}",
                      field="attention.page_size")
 
@@ -254,6 +207,18 @@ def check_width(draft: Draft) -> Iterator[Refusal]:
     if speculative.offers.tree and not chosen.offers.tree:
         yield refuse(draft, "attention", chosen, f"{chosen.name} reads causal chains only, the drafted tokens form a "
                      "tree", instead(draft, "attention", lambda o: o.tree, "draft a chain (topk = 1)"))
+
+
+@reads("attention", "speculative")
+def check_first_key(draft: Draft) -> Iterator[Refusal]:
+    chosen, speculative = draft.first("attention"), draft.first("speculative")
+    if chosen is None or speculative is None:
+        return
+    assert isinstance(chosen.offers, AttentionOffers) and isinstance(speculative.offers, SpeculativeOffers)
+    if speculative.offers.first_key and not chosen.offers.first_key:
+        yield refuse(draft, "attention", chosen, f"{chosen.name} reads every cached position, the draft of "
+                     f"{speculative.name} has none for the first token",
+                     instead(draft, "attention", lambda o: o.first_key, 'speculative.use = "none"'))
 
 
 # ---- the step's path ------------------------------------------------------------------------------------------------
@@ -291,7 +256,7 @@ def check_modes(draft: Draft) -> Iterator[Refusal]:
     for slot, chosen in draft.step_path():
         if not needed <= chosen.offers.runs:
             missing = needed - chosen.offers.runs
-            yield refuse(draft, slot.name, chosen, f"{chosen.name} cannot run in {_list(missing)} steps, which this "
+            yield refuse(draft, slot.name, chosen, f"{chosen.name} cannot run in {listed(missing)} steps, which this "
                          "combination needs", instead(draft, slot.name, partial(_runs_in, missing),
                                                       "another combination"))
 
@@ -307,8 +272,8 @@ def check_capture(draft: Draft) -> Iterator[Refusal]:
             continue
         loose = captured - chosen.offers.captures_in
         if loose:
-            yield refuse(draft, slot.name, chosen, f"{chosen.name} syncs with the host or allocates in {_list(loose)}, "
-                         "so these steps cannot be captured",
+            yield refuse(draft, slot.name, chosen, f"{chosen.name} syncs with the host or allocates in "
+                         f"{listed(loose)}, so these steps cannot be captured",
                          instead(draft, "graphs", partial(_leaves_alone, loose), 'graphs.use = "auto"'),
                          field="graphs.use")
 
@@ -323,64 +288,7 @@ def check_overlap(draft: Draft) -> Iterator[Refusal]:
                          "cannot overlap", "scheduler.overlap = false, or leave it out", field="scheduler.overlap")
 
 
-# ---- speculation, parallelism, executor, policy ---------------------------------------------------------------------
-
-
-@reads("speculative", "model")
-def check_nextn(draft: Draft) -> Iterator[Refusal]:
-    chosen, model = draft.first("speculative"), draft.first("model")
-    if chosen is None or model is None or not isinstance(chosen.offers, SpeculativeOffers):
-        return
-    assert isinstance(model.offers, ModelOffers)
-    none = instead(draft, "speculative", lambda o: not o.drafts, 'speculative.use = "none"')
-    if chosen.offers.nextn_layer and not draft.facts.model.nextn_layers:
-        yield refuse(draft, "speculative", chosen, f"{chosen.name} drafts with the checkpoint's own next-token layer; "
-                     f"{draft.facts.model.path} has none", none)
-    elif chosen.offers.nextn_layer and not model.offers.nextn:
-        yield refuse(draft, "speculative", chosen, f"{chosen.name} needs a next-token layer, which {model.name} does "
-                     "not build", none)
-
-
-@reads("parallel")
-def check_mesh(draft: Draft) -> Iterator[Refusal]:
-    seen: dict[str, str] = {}
-    for chosen in draft.chosen["parallel"]:
-        assert isinstance(chosen.offers, ParallelOffers)
-        for axis in sorted(chosen.offers.axes) or ["of one rank"]:
-            if axis in seen:
-                yield refuse(draft, "parallel", chosen, f"{chosen.name} and {seen[axis]} both define the mesh axis "
-                             f"{axis}", "keep one of them")
-            seen[axis] = chosen.name
-
-
-@reads("parallel", "collectives", "executor")
-def check_ranks(draft: Draft) -> Iterator[Refusal]:
-    ranks, machine = draft.values["ranks"], draft.facts.hardware
-    have = machine.hosts * len(machine.devices)
-    holder = draft.first("parallel")
-    if holder is not None and draft.values["device"] == "cuda" and ranks > have > 0:
-        yield refuse(draft, "parallel", holder, f"{ranks} ranks need {ranks} devices, {machine.name} has {have}",
-                     f"parallel.0.size = {have}", field="parallel.0.size")
-    collectives, executor = draft.first("collectives"), draft.first("executor")
-    if ranks > 1 and collectives is not None:
-        assert isinstance(collectives.offers, CollectiveOffers)
-        if not collectives.offers.ranks:
-            yield refuse(draft, "collectives", collectives, f"{collectives.name} connects one rank, the plan has "
-                         f"{ranks}", instead(draft, "collectives", lambda o: o.ranks, "one rank: leave parallel out"))
-    if executor is not None:
-        yield from _executor_ranks(draft, executor, ranks)
-
-
-def _executor_ranks(draft: Draft, executor: Chosen, ranks: int) -> Iterator[Refusal]:
-    assert isinstance(executor.offers, ExecutorOffers)
-    if ranks > 1 and not executor.offers.ranks:
-        yield refuse(draft, "executor", executor, f"{executor.name} runs one rank, the plan has {ranks}",
-                     instead(draft, "executor", lambda o: o.ranks, "one rank: leave parallel out"))
-    per_host = len(draft.facts.hardware.devices) or ranks
-    if ranks > per_host and not executor.offers.hosts:
-        yield refuse(draft, "executor", executor, f"{executor.name} stays on one host, {ranks} ranks need "
-                     f"{-(-ranks // per_host)}", instead(draft, "executor", lambda o: o.hosts,
-                                                         f"at most {per_host} ranks, or a plugin that spans hosts"))
+# ---- policy ----------------------------------------------------------------------------------------------------------
 
 
 @reads("policy", "cache")

@@ -8,7 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from glowplug.core.checks import component_checks, missing_packages, run_checks
+from glowplug.core.checking import run_checks
+from glowplug.core.checks import component_checks, missing_packages
 from glowplug.core.component import CONTRACT, Chosen, Component, Options
 from glowplug.core.draft import Draft, chosen_of
 from glowplug.core.errors import Refusal
@@ -96,18 +97,31 @@ def _model(draft: Draft) -> None:
             draft.chosen["model"] = (chosen_of(found.component, options),)
             draft.decide("model", found.component.name, "facts", f"config.json says {architecture}")
             return
+        if architecture in found.component.offers.draft_architectures:
+            draft.refusals.append(_draft_alone(draft, found.component.name))
+            return
     draft.refusals.append(Refusal(
         "choose", "model", f"no plugin builds {architecture} (known: {', '.join(sorted(known)) or 'none'})",
         "a model of a known architecture, or a plugin that registers this one"))
 
 
+def _draft_alone(draft: Draft, family: str) -> Refusal:
+    model = draft.facts.model
+    return Refusal(family, "model", f"{model.path} is a {model.architecture}: a next-token layer, which drafts for a "
+                   "model and cannot answer alone", "model = the checkpoint it comes from, with "
+                   f'speculative.draft_model = "{model.path}"', draft.origin("model", family))
+
+
 def _take_asked(draft: Draft, slot: Slot) -> bool:
-    """Put what the operator (or a default) named into the slot. False: it is ``auto`` and still open."""
+    """Put what the operator (or a default) named into the slot. False: it is ``auto`` and still open.
+
+    What was contributed stays open too: it is the first candidate, and gives way when it does not fit.
+    """
     asked = draft.config.section(slot)
     if slot.many:
         return _take_many(draft, slot, asked)
     options = asked[0]
-    if options.use == "auto":
+    if options.use == "auto" or _contributed(draft, slot):
         return False
     _put(draft, slot, options.use, options)
     by, why = draft.source(f"{slot.section}.use") or ("default", _summary(draft, slot, options.use))
@@ -146,15 +160,24 @@ def _summary(draft: Draft, slot: Slot, name: str) -> str:
     return found.component.summary if found is not None else ""
 
 
+def _contributed(draft: Draft, slot: Slot) -> str:
+    """Name of the component that a plugin or an entry point suggests for the slot; "" when the operator decides."""
+    path = f"{slot.section}.use"
+    return draft.config.section(slot)[0].use if path in draft.parsed.origins and not draft.written(path) else ""
+
+
 def _pick(draft: Draft, slot: Slot) -> None:
-    """The first candidate of an ``auto`` slot that no check refuses."""
+    """The first candidate of an ``auto`` slot that no check refuses; one that was contributed goes first."""
     asked = draft.config.section(slot)[0]
     given = asked.model_dump(mode="json", include=asked.model_fields_set - {"use"})
     failed: list[Refusal] = []
-    for found in draft.plugins.components(slot.name):
+    wanted = _contributed(draft, slot)
+    for found in sorted(draft.plugins.components(slot.name), key=lambda found: found.component.name != wanted):
         refusal = _try(draft, slot, found, given)
         if refusal is None:
-            draft.decide(f"{slot.section}.use", found.component.name, "auto", _why(found, failed))
+            source = draft.source(f"{slot.section}.use") if found.component.name == wanted else None
+            by, why = source or ("auto", _why(found, failed))
+            draft.decide(f"{slot.section}.use", found.component.name, by, why)
             draft.picked.add(slot.name)
             return
         failed.append(refusal)
@@ -226,10 +249,15 @@ def _nothing_fits(slot: Slot, failed: list[Refusal]) -> Refusal:
 
 
 def _numbers(draft: Draft) -> None:
-    """Width, mesh and ranks, as far as they are chosen."""
+    """Width, what a draft adds, mesh, ranks and hosts, as far as they are chosen."""
     speculative = draft.first("speculative")
     options: Any = speculative.options if speculative is not None else None
-    draft.values["width"] = options.width() if isinstance(options, SpeculativeOptions) else 1
+    drafts = isinstance(options, SpeculativeOptions)
+    draft.values["width"] = options.width() if drafts else 1
+    draft.values["lookahead"] = options.lookahead() if drafts else 0
+    draft.values["draft_folder"] = options.draft_folder() if drafts else None
+    needs_layer = speculative is not None and getattr(speculative.offers, "nextn_layer", False)
+    draft.values["draft_layers"] = int(needs_layer)
     mesh: dict[str, int] = {}
     for chosen in draft.chosen["parallel"]:
         assert isinstance(chosen.offers, ParallelOffers)
@@ -237,6 +265,18 @@ def _numbers(draft: Draft) -> None:
             mesh[axis] = getattr(chosen.options, "size", 1)
     draft.values["mesh"] = mesh
     draft.values["ranks"] = max(mesh.get("tp", 1) * mesh.get("pp", 1), mesh.get("world", 1), 1)
+    draft.values["hosts"] = _hosts(draft)
+
+
+def _hosts(draft: Draft) -> int:
+    """Hosts that the ranks lie on: as asked, else as few as have the devices (or the cores) of all ranks."""
+    machine = draft.facts.hardware
+    asked: int | None = draft.config.executor.hosts
+    if asked is not None:
+        return asked
+    each = len(machine.devices) if draft.values["device"] == "cuda" else machine.cpu_cores
+    ranks: int = draft.values["ranks"]
+    return max(1, min(machine.hosts, -(-ranks // max(1, each))))
 
 
 def _overlap(draft: Draft) -> None:

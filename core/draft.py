@@ -1,7 +1,7 @@
 """A plan under construction: what the passes of ``resolve.py`` fill in and read. Plan zone: no torch."""
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from glowplug.core.errors import Refusal
 from glowplug.core.facts import Facts
 from glowplug.core.plan import Decision
 from glowplug.core.slots import BY_NAME, SLOTS, Slot
+from glowplug.core.weight_classes import Tally
 
 if TYPE_CHECKING:
     from glowplug.core.plugins import PluginSet
@@ -23,9 +24,11 @@ SHAPES_STEPS = frozenset({"", "speculative", "graphs", "parallel"})  #: which mo
 @dataclass
 class Draft:
     """Attributes:
-        values: decided values that checks read: device, dtype, kv_dtype, width, ranks, mesh, overlap.
+        values: decided values that checks read: device, dtype, kv_dtype, width, lookahead, draft_layers, draft_folder,
+            mesh, ranks, hosts, overlap.
         chosen: what each slot holds so far; every slot is a key.
-        elements: numbers in the checkpoint by (dtype, belongs to a next-token layer).
+        elements: numbers in the checkpoint by kind (``weight_classes.tally``).
+        draft_elements: the same of the draft's own folder.
         picked: slots whose component was picked by the plan, so that device, dtype and packages are known to fit.
         focus: slot that is being chosen: the others' own place on the step's path need no second look.
     """
@@ -33,7 +36,8 @@ class Draft:
     plugins: PluginSet
     parsed: Parsed
     facts: Facts
-    elements: Mapping[tuple[str, bool], int]
+    elements: Tally
+    draft_elements: Tally = field(default_factory=dict)
     refusals: list[Refusal] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)

@@ -5,16 +5,15 @@ Nothing here maps a weight or runs code from the folder. Errors are FactsError (
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from glowplug.core.errors import FactsError
 from glowplug.core.facts import ModelFacts, TensorFact
 from glowplug.core.safetensors_header import read_tensors
+from glowplug.core.weight_classes import next_token_layer
 
 EMBEDDED = "embedded"  #: the name of the shipped model
 FLOAT_NAMES = {"float16", "bfloat16", "float32", "float64"}
@@ -25,7 +24,9 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 GATE_DEFAULTS: dict[str, dict[str, str]] = {
     "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "DeepseekV2ForCausalLM": {"scoring_func": "softmax"},
+    "DeepseekV3ForCausalLMNextN": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
 }
+NEXTN_ALONE = "ForCausalLMNextN"  #: how architectures end of which a folder holds next-token layers and nothing else
 
 
 def embedded_path() -> Path:
@@ -131,6 +132,8 @@ def model_facts(config: dict[str, Any], *, path: str = "", tensors: dict[str, Te
     rope, lora = integer("qk_rope_head_dim", 0), integer("kv_lora_rank", 0)
     quant = config.get("quantization_config")
     quant = quant if isinstance(quant, dict) else {}
+    if architectures[0].endswith(NEXTN_ALONE):
+        layers, config = 0, {**config, "num_nextn_predict_layers": layers}
     nextn, notes = _nextn(config, layers, tensors)
     return ModelFacts(
         path=path, architecture=architectures[0], format=format or ("safetensors" if tensors else "none"),
@@ -174,25 +177,10 @@ def _nextn(config: dict[str, Any], layers: int, tensors: dict[str, TensorFact]) 
     stated = config.get("num_nextn_predict_layers") or 0
     if not tensors:
         return int(stated), ()
-    beyond = {name.split(".")[2] for name in tensors if is_beyond(name, layers)}
+    beyond = {number for name in tensors if (number := next_token_layer(name, layers)) >= 0}
     if stated and not beyond:
         return 0, (f"config.json states {stated} next-token layers, the checkpoint holds none",)
     return len(beyond), ()
-
-
-def tally(tensors: Mapping[str, TensorFact], layers: int) -> dict[tuple[str, bool], int]:
-    """Numbers in a checkpoint by (dtype, belongs to a next-token layer)."""
-    found: dict[tuple[str, bool], int] = {}
-    for name, tensor in tensors.items():
-        key = (tensor.dtype, is_beyond(name, layers))
-        found[key] = found.get(key, 0) + math.prod(tensor.shape)
-    return found
-
-
-def is_beyond(name: str, layers: int) -> bool:
-    """Is this a tensor of a layer after the last one (a next-token layer)?"""
-    parts = name.split(".", 3)
-    return len(parts) > 3 and parts[:2] == ["model", "layers"] and parts[2].isdigit() and int(parts[2]) >= layers
 
 
 def read_chat_template(path: Path) -> str:

@@ -207,12 +207,14 @@ class ModelOffers(Offers):
         kind: attention kind its layers need: "mla" or "mha".
         moe: it has routed experts.
         nextn: it can build a multi-token-prediction layer.
+        draft_architectures: architectures of folders that hold such a layer alone; they draft and are never served.
     """
 
     architectures: frozenset[str] = frozenset()
     kind: str = "mha"
     moe: bool = False
     nextn: bool = False
+    draft_architectures: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

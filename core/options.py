@@ -82,7 +82,7 @@ class WeightOptions(Options):
 
 
 class ExecutorOptions(Options):
-    hosts: int | None = Field(None, ge=1, description="equal hosts that share the ranks; None: one, or the fact sheet's")
+    hosts: int | None = Field(None, ge=1, description="equal hosts sharing the ranks; None: as few as hold them")
     oversubscribe: bool = Field(False, description="on a CPU: more ranks than cores, which then wait for one another")
     start_timeout: float = Field(1800.0, gt=0, description="seconds a rank may take to become ready")
     watchdog: float = Field(300.0, gt=0, description="seconds without a heartbeat before a rank counts as hung")

@@ -1,50 +1,125 @@
-"""How many parameters a config.json describes, for plans made without tensor headers. No torch.
+"""What a config.json describes, counted as ``weight_classes.tally`` counts tensors, for plans without headers.
 
-Reads published keys only (MLA, MoE, GQA); the count leaves out norms and biases, well under one percent.
+Reads published keys only (MLA, MoE, GQA) and names the tensors as published checkpoints do. Plan zone: no torch.
 """
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 from glowplug.core.facts import ModelFacts
+from glowplug.core.weight_classes import TIED, VOCAB, WHOLE, Kind, role_of
+
+FP8 = "float8_e4m3fn"
+LEFT_ALONE = frozenset({"eh_proj", "gate"})  #: linear layers that published FP8 checkpoints do not quantise
+
+
+class Tensor(NamedTuple):
+    """A matrix [rows, columns], or a vector when ``columns`` is 0."""
+
+    name: str
+    rows: int
+    columns: int = 0
 
 
 def count_parameters(model: ModelFacts) -> int:
-    """Parameters of the model without next-token layers."""
-    embedding = model.vocab_size * model.hidden_size
+    """Parameters of the model without next-token layers and without scales."""
+    return sum(count for kind, count in count_elements(model).items() if kind.draft < 0 and not kind.scale)
+
+
+def count_elements(model: ModelFacts) -> dict[Kind, int]:
+    """Numbers by kind of the model and, when config.json states one, its first next-token layer.
+
+    The next-token layer shares the target's embedding and head, as it does when a checkpoint brings none of its own.
+    """
+    found: dict[Kind, int] = {}
     tied = bool(model.config.get("tie_word_embeddings"))
-    total = embedding * (1 if tied else 2)
-    for layer in range(model.num_layers):
-        total += _attention(model) + (_experts(model) if is_moe_layer(model, layer) else _mlp(model))
-    return total
+    _add(found, Kind(TIED if tied else VOCAB, model.dtype), model.vocab_size * model.hidden_size * (1 if tied else 2))
+    _add(found, Kind(WHOLE, model.dtype), model.hidden_size)
+    mixtures = sum(is_moe_layer(model, layer) for layer in range(model.num_layers))
+    for moe, times in ((True, mixtures), (False, model.num_layers - mixtures)):
+        if times:
+            _layer(found, model, moe, times, -1)
+    if model.nextn_layers:
+        _layer(found, model, is_moe_layer(model, model.num_layers), 1, 0)
+        _add(found, Kind(WHOLE, model.dtype, draft=0), model.hidden_size * (3 + 2 * model.hidden_size))
+    return found
 
 
 def is_moe_layer(model: ModelFacts, layer: int) -> bool:
     """Does layer number ``layer`` route to experts?"""
     if not model.n_routed_experts:
         return False
-    return layer >= _int(model, "first_k_dense_replace") and layer % max(1, _int(model, "moe_layer_freq", 1)) == 0
+    return layer >= stated(model, "first_k_dense_replace") and layer % max(1, stated(model, "moe_layer_freq", 1)) == 0
 
 
-def _int(model: ModelFacts, key: str, default: int = 0) -> int:
+def stated(model: ModelFacts, key: str, default: int = 0) -> int:
+    """A whole number of config.json, or ``default``."""
     value = model.config.get(key)
-    return value if isinstance(value, int) else default
+    return value if isinstance(value, int) and not isinstance(value, bool) else default
 
 
-def _attention(model: ModelFacts) -> int:
-    hidden, heads = model.hidden_size, model.num_heads
+def _add(found: dict[Kind, int], kind: Kind, count: int) -> None:
+    found[kind] = found.get(kind, 0) + count
+
+
+def _layer(found: dict[Kind, int], model: ModelFacts, moe: bool, times: int, draft: int) -> None:
+    """``times`` layers of one kind."""
+    tensors = [*_norms(model), *_attention(model)]
+    if moe:
+        tensors += [Tensor("mlp.gate.weight", model.n_routed_experts, model.hidden_size)]
+        if model.config.get("topk_method") == "noaux_tc":
+            tensors.append(Tensor("mlp.gate.e_score_correction_bias", model.n_routed_experts))
+        shared = stated(model, "n_shared_experts") * stated(model, "moe_intermediate_size")
+        tensors += _mlp(model, "mlp.shared_experts", shared) if shared else []
+        for tensor in _mlp(model, "mlp.experts.0", stated(model, "moe_intermediate_size")):
+            _count(found, model, tensor, times * model.n_routed_experts, draft)
+    else:
+        tensors += _mlp(model, "mlp", stated(model, "intermediate_size", 4 * model.hidden_size))
+    for tensor in tensors:
+        _count(found, model, tensor, times, draft)
+
+
+def _count(found: dict[Kind, int], model: ModelFacts, tensor: Tensor, times: int, draft: int) -> None:
+    role = role_of(tensor.name)
+    count = tensor.rows * (tensor.columns or 1)
+    quantised = tensor.columns > 0 and model.quant_block is not None and model.quant_method == "fp8" \
+        and tensor.name.rsplit(".", 2)[-2] not in LEFT_ALONE
+    if quantised and model.quant_block is not None:
+        rows, columns = model.quant_block
+        blocks = -(-tensor.rows // rows) * -(-tensor.columns // columns)
+        _add(found, Kind(role, "float32", True, draft), blocks * times)
+    _add(found, Kind(role, FP8 if quantised else model.dtype, False, draft), count * times)
+
+
+def _norms(model: ModelFacts) -> Iterator[Tensor]:
+    yield Tensor("input_layernorm.weight", model.hidden_size)
+    yield Tensor("post_attention_layernorm.weight", model.hidden_size)
+
+
+def _attention(model: ModelFacts) -> Iterator[Tensor]:
+    hidden, heads, dim = model.hidden_size, model.num_heads, model.head_dim
     if model.kind == "mha":
-        return 2 * hidden * heads * model.head_dim + 2 * hidden * model.num_kv_heads * model.head_dim
-    q_rank, v_dim = _int(model, "q_lora_rank"), _int(model, "v_head_dim", model.head_dim)
-    nope = model.head_dim - model.qk_rope_head_dim
-    queries = hidden * q_rank + q_rank * heads * model.head_dim if q_rank else hidden * heads * model.head_dim
-    latent = hidden * (model.kv_lora_rank + model.qk_rope_head_dim)
-    return queries + latent + model.kv_lora_rank * heads * (nope + v_dim) + heads * v_dim * hidden
+        yield Tensor("self_attn.q_proj.weight", heads * dim, hidden)
+        yield Tensor("self_attn.k_proj.weight", model.num_kv_heads * dim, hidden)
+        yield Tensor("self_attn.v_proj.weight", model.num_kv_heads * dim, hidden)
+        yield Tensor("self_attn.o_proj.weight", hidden, heads * dim)
+        return
+    q_rank, v_dim = stated(model, "q_lora_rank"), stated(model, "v_head_dim", dim)
+    nope = dim - model.qk_rope_head_dim
+    if q_rank:
+        yield Tensor("self_attn.q_a_proj.weight", q_rank, hidden)
+        yield Tensor("self_attn.q_a_layernorm.weight", q_rank)
+        yield Tensor("self_attn.q_b_proj.weight", heads * dim, q_rank)
+    else:
+        yield Tensor("self_attn.q_proj.weight", heads * dim, hidden)
+    yield Tensor("self_attn.kv_a_proj_with_mqa.weight", model.kv_lora_rank + model.qk_rope_head_dim, hidden)
+    yield Tensor("self_attn.kv_a_layernorm.weight", model.kv_lora_rank)
+    yield Tensor("self_attn.kv_b_proj.weight", heads * (nope + v_dim), model.kv_lora_rank)
+    yield Tensor("self_attn.o_proj.weight", hidden, heads * v_dim)
 
 
-def _mlp(model: ModelFacts) -> int:
-    return 3 * model.hidden_size * _int(model, "intermediate_size", 4 * model.hidden_size)
-
-
-def _experts(model: ModelFacts) -> int:
-    width = _int(model, "moe_intermediate_size", _int(model, "intermediate_size"))
-    experts = model.n_routed_experts + _int(model, "n_shared_experts")
-    return 3 * model.hidden_size * width * experts + model.hidden_size * model.n_routed_experts
+def _mlp(model: ModelFacts, name: str, width: int) -> Iterator[Tensor]:
+    yield Tensor(f"{name}.gate_proj.weight", width, model.hidden_size)
+    yield Tensor(f"{name}.up_proj.weight", width, model.hidden_size)
+    yield Tensor(f"{name}.down_proj.weight", model.hidden_size, width)

@@ -9,7 +9,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,10 +21,11 @@ from glowplug.core.component import CONTRACT, Component
 from glowplug.core.config import EngineConfig, config_class
 from glowplug.core.errors import FactsError, GlowplugError, PluginLoadError
 from glowplug.core.facts import ModelFacts, SoftwareFacts
-from glowplug.core.facts_read import locate_model, tally
+from glowplug.core.facts_read import locate_model
 from glowplug.core.machine import software
 from glowplug.core.plugin_loading import BUILT_IN, PluginSource, Registration, describe, import_factory, load
 from glowplug.core.slots import SLOTS
+from glowplug.core.weight_classes import Tally, tally
 
 if TYPE_CHECKING:
     from glowplug.core.plan import Choice, EnginePlan
@@ -44,6 +45,8 @@ DEFAULT_PLUGINS = (
     "glowplug.plugins.quantization.none",
     "glowplug.plugins.quantization.block_fp8",
     "glowplug.plugins.parallel.single",
+    "glowplug.plugins.parallel.tensor",
+    "glowplug.plugins.parallel.ep_moe",
     "glowplug.plugins.parallel.dp_attention",
     "glowplug.plugins.collectives.local",
     "glowplug.plugins.collectives.torch_distributed",
@@ -59,15 +62,16 @@ DEFAULT_PLUGINS = (
     "glowplug.plugins.outputs.tokenizer",
     "glowplug.plugins.executors.inline",
     "glowplug.plugins.executors.multiprocess",
+    "glowplug.plugins.executors.torchrun",
     "glowplug.plugins.ops.torch_ops",
 )
 
 
 class ModelReading(NamedTuple):
-    """A model's facts, and the numbers its checkpoint holds by (dtype, belongs to a next-token layer)."""
+    """A model's facts, and the numbers its checkpoint holds by kind."""
 
     facts: ModelFacts
-    elements: Mapping[tuple[str, bool], int]
+    elements: Tally
 
 
 class PluginSet:
@@ -170,7 +174,8 @@ class PluginSet:
             if facts is None:
                 raise FactsError(f"no plugin reads a model from {path}",
                                  "a folder with config.json and safetensors files, or a plugin for this format")
-            self._models[key] = ModelReading(facts, tally(facts.tensors, facts.num_layers))
+            self._models[key] = ModelReading(facts, tally(
+                facts.tensors, facts.num_layers, bool(facts.config.get("tie_word_embeddings"))))
         return self._models[key]
 
     def _facts(self, path: Path) -> ModelFacts | None:

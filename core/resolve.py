@@ -5,16 +5,21 @@ Nothing here reads a weight or imports torch. Whatever cannot run is refused wit
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
-from glowplug.core.checks import component_checks, run_checks, stacking
+from glowplug.core.checking import run_checks
+from glowplug.core.checks import component_checks, stacking
+from glowplug.core.checks_ranks import out_of_order
 from glowplug.core.choose import choose, own_check
 from glowplug.core.config import SECRETS, Parsed, parse, recorded
 from glowplug.core.draft import Draft
 from glowplug.core.errors import ConfigError, FactsError, PlanRefused, Refusal, WeightError
 from glowplug.core.facts import Facts, HardwareFacts, SoftwareFacts
 from glowplug.core.machine import this_machine
+from glowplug.core.mesh import divides
+from glowplug.core.options import SpeculativeOptions
 from glowplug.core.plan import BudgetLine, Choice, Decision, EnginePlan, Sizes
 from glowplug.core.plugins import ModelReading, PluginSet, load_plugins
 from glowplug.core.sizing import size
@@ -53,8 +58,13 @@ def plan(config: Mapping[str, Any], *, source: str = "the configuration", lines:
     if facts is None or reading is None:
         found = _unique([*refusals, *parsed.refusals])
         raise ConfigError(found, source) if prior or parsed.refusals else PlanRefused(found, source)
-    draft = Draft(plugins, parsed, facts, reading.elements)
+    if hardware is None:  # this machine is one of so many equal ones
+        facts = replace(facts, hardware=replace(facts.hardware, hosts=parsed.config.executor.hosts or 1))
+    own = _read_draft(parsed, plugins, refusals)
+    draft = Draft(plugins, parsed, replace(facts, draft=own.facts if own else None), reading.elements,
+                  own.elements if own else {})
     draft.decisions += [*notes, *_remarks(draft)]
+    draft.refusals += refusals[len(prior):]
     choose(draft)
     _check(draft)
     sized = size(draft) if _complete(draft) else None
@@ -80,6 +90,20 @@ def _read_model(name: object, plugins: PluginSet, refusals: list[Refusal]) -> Mo
         refusals.append(Refusal("facts", "model", str(error), error.fix or "another model folder"))
     except WeightError as error:
         refusals.append(Refusal("facts", "model", str(error), "download the files again, or another folder"))
+    return None
+
+
+def _read_draft(parsed: Parsed, plugins: PluginSet, refusals: list[Refusal]) -> ModelReading | None:
+    """Facts of the draft's own folder, when the speculative algorithm was told of one."""
+    folder = parsed.config.speculative.draft_folder() if isinstance(
+        parsed.config.speculative, SpeculativeOptions) else None
+    if not folder:
+        return None
+    try:
+        return plugins.read_model(folder)
+    except (FactsError, WeightError) as error:
+        fix = getattr(error, "fix", "") or "a draft folder that can be read"
+        refusals.append(Refusal("facts", "speculative.draft_model", str(error), fix + ", or leave it out"))
     return None
 
 
@@ -131,6 +155,8 @@ def _check(draft: Draft) -> None:
             assert registration is not None
             if slot.name not in draft.picked:
                 found += component_checks(draft, slot, registration.component, chosen)
+            if slot.name == "parallel" and out_of_order(draft):
+                continue  # what it says of ranks that are not there yet would only confuse
             found += own_check(draft, slot, registration.component, chosen)
     for name, refusals in draft.plugins.call_each("check_plan", context=draft.context(draft.config.attention)):
         found += [Refusal(r.by or name, r.field, r.reason, r.fix, r.origin) for r in refusals or ()]
@@ -140,7 +166,8 @@ def _check(draft: Draft) -> None:
 def _complete(draft: Draft) -> bool:
     """Is there enough to compute sizes with?"""
     filled = all(draft.chosen[name] for name in ("model", "attention", "quantization", "speculative", "parallel"))
-    return filled and (draft.values["device"] == "cpu" or bool(draft.facts.hardware.devices))
+    return filled and divides(draft.values["mesh"]) and (
+        draft.values["device"] == "cpu" or bool(draft.facts.hardware.devices))
 
 
 # ---- freeze ---------------------------------------------------------------------------------------------------------
@@ -154,7 +181,7 @@ def _freeze(draft: Draft, sizes: Sizes, budget: tuple[BudgetLine, ...]) -> Engin
         model=config.model, dtype=values["dtype"], kv_dtype=values["kv_dtype"], device=values["device"],
         seed=config.seed, overlap=values["overlap"], choices=_choices(draft), decisions=tuple(draft.decisions),
         budget=budget, sizes=sizes, mesh=values["mesh"], facts=draft.facts, config=recorded(draft.parsed.raw),
-        plugins=plugins.names, fingerprint=plugins.fingerprint)
+        plugins=plugins.names, fingerprint=plugins.fingerprint, hosts=values["hosts"])
 
 
 def _choices(draft: Draft) -> tuple[Choice, ...]:

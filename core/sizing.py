@@ -10,9 +10,12 @@ from glowplug.core.draft import Draft
 from glowplug.core.errors import Refusal
 from glowplug.core.facts import ModelFacts
 from glowplug.core.memory.layout import DTYPE_BYTES
+from glowplug.core.mesh import axis_size
 from glowplug.core.offers import AttentionOffers, QuantizationOffers, SpeculativeOffers
-from glowplug.core.parameters import count_parameters
+from glowplug.core.parameters import count_elements, stated
 from glowplug.core.plan import BudgetLine, Sizes
+from glowplug.core.rank_bytes import Storage, weights_by_rank
+from glowplug.core.weight_classes import Tally
 
 GIB = 1 << 30
 CPU_SHARE = 0.7  #: of the memory, so that the machine stays usable
@@ -24,7 +27,6 @@ DEFAULTS = {  #: device -> (sequences in flight, prompt tokens a step, tokens a 
     "cpu": (64, 1024, 16),
     "cuda": (256, 8192, 64),
 }
-EIGHT_BIT = frozenset({"float8_e4m3fn", "float8_e5m2"})
 
 
 @dataclass(frozen=True)
@@ -46,16 +48,20 @@ def size(draft: Draft) -> tuple[Sizes, tuple[BudgetLine, ...]] | None:
     if room.left <= 0:
         draft.refusals.append(_too_big(draft, fixed, room))
         return None
-    token = kv_token_bytes(draft)
-    pages = _pages(draft, room, token * page, rows, page)
+    token, beside = kv_token_bytes(draft), page_state_bytes(draft)
+    pages = _pages(draft, room, token * page + beside, rows, page)
     context = _context(draft, pages, page, token, room) if pages else None
     if pages is None or context is None:
         return None
-    kv = BudgetLine("kv cache", pages * page * token, f"{pages} pages of {page} tokens, {token} bytes a token")
+    cache = [BudgetLine("kv cache", pages * page * token, f"{pages} pages of {page} tokens, {token} bytes a token")]
+    if beside:
+        cache.append(BudgetLine("page states", pages * beside, "the target's hidden state of each page's last token"))
     sizes = Sizes(context_length=context, max_running=rows, max_queued=draft.config.scheduler.max_queued_requests,
-                  max_step_tokens=step_tokens, chunk_size=chunk, page_size=page, num_pages=pages, kv_bytes=kv.bytes,
-                  width=draft.values["width"], draft_layers=draft_layers(draft))
-    return sizes, (*fixed, kv)
+                  max_step_tokens=step_tokens, chunk_size=chunk, page_size=page, num_pages=pages,
+                  kv_bytes=cache[0].bytes, width=draft.values["width"], draft_layers=draft.values["draft_layers"],
+                  lookahead=draft.values["lookahead"])
+    _remark_draft(draft)
+    return sizes, (*fixed, *cache)
 
 
 # ---- counts ---------------------------------------------------------------------------------------------------------
@@ -93,40 +99,44 @@ def _given_or(draft: Draft, path: str, given: int | None, otherwise: int, why: s
 
 
 def _weights(draft: Draft) -> list[BudgetLine]:
-    """Bytes of the weights on each rank, the next-token layers apart."""
+    """Bytes of the weights on each rank, the next-token layer apart."""
     scheme = draft.first("quantization")
     assert scheme is not None and isinstance(scheme.offers, QuantizationOffers)
-    keeps = draft.values["device"] not in scheme.offers.dequantizes
-    compute = DTYPE_BYTES[draft.values["dtype"]]
-    elements, how = draft.elements, "tensor headers"
-    if not elements:
-        model = draft.facts.model
-        elements, how = {(model.dtype, False): count_parameters(model)}, "arithmetic from config.json"
-    lines = []
-    for name, beyond in (("weights", False), ("draft weights", True)):
-        total = sum(count * _stored(dtype, compute, keeps) for (dtype, of), count in elements.items() if of == beyond)
-        if total and (draft_layers(draft) or not beyond):
-            ranks = draft.values["ranks"]
-            lines.append(BudgetLine(name, -(-total // ranks), how if ranks == 1 else f"{how}, over {ranks} ranks"))
+    storage = Storage(compute=DTYPE_BYTES[draft.values["dtype"]],
+                      keeps=draft.values["device"] not in scheme.offers.dequantizes,
+                      copies_latent=draft.values["device"] == "cpu")
+    lines = [_weight_line(draft, "weights", draft.facts.model, draft.elements, storage, False)]
+    if draft.values["draft_layers"]:
+        model = draft.facts.draft or draft.facts.model
+        elements = draft.draft_elements if draft.facts.draft else draft.elements
+        lines.append(_weight_line(draft, "draft weights", model, elements, storage, True))
     return lines
 
 
-def _stored(dtype: str, compute: int, keeps: bool) -> int:
-    """Bytes a number of a checkpoint dtype takes once loaded."""
-    if dtype in EIGHT_BIT or dtype == "int8":
-        return 1 if keeps else compute
-    return compute
+def _weight_line(draft: Draft, name: str, model: ModelFacts, elements: Tally, storage: Storage,
+                 drafts: bool) -> BudgetLine:
+    ranks = draft.values["ranks"]
+    how = "tensor headers" if elements else "arithmetic from config.json"
+    held = weights_by_rank(elements or count_elements(model), model, draft.values["mesh"], ranks, storage, drafts)
+    if ranks > 1:
+        how += f", over {ranks} ranks"
+    return BudgetLine(name, max(held), how, held if len(set(held)) > 1 else ())
 
 
 def _workspaces(draft: Draft, rows: int, step_tokens: int, device: str) -> list[BudgetLine]:
-    """Activations of the largest step, logits of every row, and what the CUDA runtime takes."""
-    model, element = draft.facts.model, DTYPE_BYTES[draft.values["dtype"]]
-    width = max(_int(model, "intermediate_size"), _int(model, "moe_intermediate_size"), model.hidden_size)
-    heads = model.num_heads * (model.head_dim + _int(model, "v_head_dim"))
-    activations = step_tokens * (6 * model.hidden_size + 3 * width + 3 * heads) * max(element, 4)
-    logits = rows * draft.values["width"] * model.vocab_size * 4 * 3
-    lines = [BudgetLine("activations", activations, f"a step of {step_tokens} tokens"),
-             BudgetLine("logits", logits, f"{rows} rows of {model.vocab_size} tokens, float32, three copies")]
+    """Activations of the largest step, logits of every row, rotary tables, and what the CUDA runtime takes."""
+    model, mesh = draft.facts.model, draft.values["mesh"]
+    gathered, how = step_tokens * mesh.get("dp", 1), f"a step of {step_tokens} tokens"
+    if gathered > step_tokens:
+        how += f", {gathered} of {mesh['dp']} groups in the feed-forward layers"
+    parts = axis_size("attn_tp", mesh)
+    vocabulary = -(-model.vocab_size // parts) * parts
+    logits = rows * draft.values["width"] * vocabulary * 4 * 3
+    lines = [BudgetLine("activations", _activations(draft, step_tokens, gathered), how),
+             BudgetLine("logits", logits, f"{rows * draft.values['width']} rows of {vocabulary} tokens, float32, three "
+                        "copies")]
+    if model.kind == "mla" or model.head_dim:
+        lines.append(_rope_tables(draft))
     if device == "cuda":
         lines.append(BudgetLine("cuda runtime", CUDA_RUNTIME, "context, libraries, allocator"))
     if draft.config.memory.reserve_bytes:
@@ -134,9 +144,21 @@ def _workspaces(draft: Draft, rows: int, step_tokens: int, device: str) -> list[
     return lines
 
 
-def _int(model: ModelFacts, key: str) -> int:
-    value: object = model.config.get(key)
-    return value if isinstance(value, int) else 0
+def _activations(draft: Draft, own: int, gathered: int) -> int:
+    """Bytes of a step: ``own`` tokens of this rank's group in attention, ``gathered`` of all in feed-forward layers."""
+    model, mesh, element = draft.facts.model, draft.values["mesh"], DTYPE_BYTES[draft.values["dtype"]]
+    width = max(-(-stated(model, "intermediate_size") // axis_size("tp", mesh)),
+                -(-stated(model, "moe_intermediate_size") // axis_size("moe_tp", mesh)), model.hidden_size)
+    heads = -(-model.num_heads // axis_size("attn_tp", mesh)) * (model.head_dim + stated(model, "v_head_dim"))
+    numbers = own * (4 * model.hidden_size + 3 * heads) + gathered * (2 * model.hidden_size + 3 * width)
+    return int(numbers * max(element, 4))
+
+
+def _rope_tables(draft: Draft) -> BudgetLine:
+    model, tables = draft.facts.model, 1 + draft.values["draft_layers"]
+    positions = draft.config.context_length or model.max_positions
+    size = positions * (model.qk_rope_head_dim or model.head_dim) * 4 * tables
+    return BudgetLine("rotary tables", size, f"{positions} positions, float32" + (", twice" if tables > 1 else ""))
 
 
 def _room(draft: Draft, device: str, fixed: list[BudgetLine]) -> Room:
@@ -146,7 +168,7 @@ def _room(draft: Draft, device: str, fixed: list[BudgetLine]) -> Room:
         memory = min((card.memory for card in machine.devices), default=0)
         share, what = fraction or 1 - CUDA_RESERVE, "the device's"
     else:
-        per_host = -(-draft.values["ranks"] // machine.hosts)
+        per_host = -(-draft.values["ranks"] // draft.values["hosts"])
         memory, share, what = machine.cpu_memory // per_host, fraction or CPU_SHARE, "the machine's"
     if fraction is not None:
         draft.decide("memory.fraction", fraction, *(draft.source("memory.fraction") or ("default", "")))
@@ -169,23 +191,31 @@ def _too_big(draft: Draft, fixed: list[BudgetLine], room: Room) -> Refusal:
                    f"has {room.shown}", fix)
 
 
-def draft_layers(draft: Draft) -> int:
-    """Layers of the draft model that keep a cache of their own."""
-    speculative = draft.first("speculative")
-    drafting = speculative is not None and isinstance(speculative.offers, SpeculativeOffers) \
-        and speculative.offers.nextn_layer
-    return draft.facts.model.nextn_layers if drafting else 0
-
-
 def kv_token_bytes(draft: Draft) -> int:
     """Bytes of KV cache one token takes on a rank, over all layers."""
     model = draft.facts.model
-    layers = model.num_layers + draft_layers(draft)
+    layers: int = model.num_layers + draft.values["draft_layers"]
     element = DTYPE_BYTES[draft.values["kv_dtype"]]
     if model.kind == "mla":  # the latent is the same for every head, so every rank holds all of it
         return layers * (model.kv_lora_rank + model.qk_rope_head_dim) * element
-    heads: int = max(1, -(-model.num_kv_heads // draft.values["mesh"].get("tp", 1)))
+    heads = max(1, -(-model.num_kv_heads // axis_size("attn_tp", draft.values["mesh"])))
     return layers * 2 * heads * model.head_dim * element
+
+
+def page_state_bytes(draft: Draft) -> int:
+    """Bytes that a draft keeps of each page beside the cache: one hidden state of the target."""
+    speculative = draft.first("speculative")
+    assert speculative is not None and isinstance(speculative.offers, SpeculativeOffers)
+    if not (speculative.offers.nextn_layer and speculative.offers.first_key):
+        return 0
+    return draft.facts.model.hidden_size * DTYPE_BYTES[draft.values["dtype"]]
+
+
+def _remark_draft(draft: Draft) -> None:
+    """More next-token layers than are used are worth a word."""
+    layers = (draft.facts.draft or draft.facts.model).nextn_layers
+    if draft.values["draft_layers"] and layers > 1:
+        draft.decide("speculative.layers", 1, "size", f"the first of {layers} next-token layers drafts every token")
 
 
 def _pages(draft: Draft, room: Room, page_bytes: int, rows: int, page: int) -> int | None:
@@ -212,7 +242,7 @@ def _pages(draft: Draft, room: Room, page_bytes: int, rows: int, page: int) -> i
 def _auto_pages(draft: Draft, most: int, page_bytes: int, rows: int, page: int) -> int | None:
     """What is left, but no more than the sequences in flight can use (and their prefixes, on a device of its own)."""
     context = draft.config.context_length or draft.facts.model.max_positions
-    each = -(-(context + draft.values["width"]) // page)
+    each = -(-(context + _ahead(draft)) // page)
     limits = {most: "what is left of the memory"}
     if draft.values["device"] == "cpu":
         limits |= {rows * each + 1: f"{rows} sequences of {context} tokens",
@@ -228,10 +258,16 @@ def _auto_pages(draft: Draft, most: int, page_bytes: int, rows: int, page: int) 
     return pages
 
 
+def _ahead(draft: Draft) -> int:
+    """Tokens behind the longest sequence for which there are pages (``Sizes.positions``)."""
+    ahead: int = draft.values["width"] + draft.values["lookahead"]
+    return ahead
+
+
 def _context(draft: Draft, pages: int, page: int, token: int, room: Room) -> int | None:
     """Longest sequence: the operator's, or the model's as far as the KV pool holds it."""
     asked, positions = draft.config.context_length, draft.facts.model.max_positions
-    held: int = (pages - 1) * page - draft.values["width"]
+    held: int = (pages - 1) * page - _ahead(draft)
     if asked is None:
         context = max(1, min(positions, held))
         why = "the model's" if context == positions else f"what the KV cache holds (the model's is {positions})"

@@ -47,7 +47,7 @@ def rank_plan(config: Mapping[str, Any], plugins: PluginSet | None = None) -> En
     ``plugins`` must hold the plugin ``THREADS`` to use them; None: built-ins and that one.
     """
     plugins = plugins or load_plugins([THREADS], entry_points=False)
-    contributed = {"collectives.use": "threads"} if config.get("parallel") else {}
+    contributed = {"collectives.use": "threads", "executor.oversubscribe": True} if config.get("parallel") else {}
     return make_plan(config, plugins=plugins, contributed=contributed)
 
 

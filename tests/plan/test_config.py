@@ -22,9 +22,9 @@ from glowplug.core.plugins import PluginSet
     ({"attention": {"use": "torch_mhaa"}}, "attention.use", "did you mean 'torch_mha'?"),
     ({"dtype": "float23"}, "dtype", "did you mean 'float32'?"),
     ({"attention": {"absorb": False}}, "attention.absorb", 'write use = "torch_mla" beside it'),
-    ({"speculative": {"steps": 3}}, "speculative.steps", "leave it out"),
+    ({"speculative": {"steps": 3}}, "speculative.steps", 'write use = "nextn" beside it'),
     ({"parallel": [{"use": "single", "sise": 1}]}, "parallel.0.sise", "did you mean 'size'?"),
-    ({"parallel": [{"use": "single"}, {"use": "tensor", "size": 8}]}, "parallel.1.use", "leave it out"),
+    ({"parallel": [{"use": "tensor", "size": 2}, {"use": "pipe", "size": 8}]}, "parallel.1.use", "leave it out"),
     ({"outputs": [{"opening": "auto"}]}, "outputs.0", "deepseek_r1"),
     ({"server": {"port": "30000"}}, "server.port", "write a whole number for server.port"),
     ({"server": {"port": 70000}}, "server.port", "write a number <= 65535 for server.port"),
@@ -46,7 +46,7 @@ def test_what_is_wrong_and_what_to_write(refused, config, field, said) -> None:
 
 def test_all_errors_at_once_each_with_its_line(refused) -> None:
     found = refused({"dtpye": 1, "server": {"prot": 1, "port": "x"}, "attention": {"use": "fa3"},
-                     "parallel": [{"use": "tensor", "size": 8}]}, source="engine.yaml",
+                     "parallel": [{"use": "pipe", "size": 8}]}, source="engine.yaml",
                     lines={"dtpye": 3, "server": 4, "server.prot": 5, "attention.use": 9, "parallel.0": 11})
     assert {field: refusal.reason.partition(": ")[0] for field, refusal in found.items()} == {
         "dtpye": "engine.yaml:3", "server.prot": "engine.yaml:5", "server.port": "engine.yaml:4",

@@ -12,11 +12,12 @@ import pytest
 
 from glowplug.core.errors import FactsError, WeightError
 from glowplug.core.facts import Facts, HardwareFacts, ModelFacts
-from glowplug.core.facts_read import locate_model, normalise, read_folder, tally
+from glowplug.core.facts_read import locate_model, normalise, read_folder
 from glowplug.core.machine import _visible, read_sheet, sheet_names, software, this_machine
 from glowplug.core.parameters import count_parameters
 from glowplug.core.plugins import PluginSet
 from glowplug.core.testing.fakes import TINY_LLAMA, TINY_V3, write_model
+from glowplug.core.weight_classes import tally
 
 
 def facts_of(folder: Path) -> ModelFacts:
@@ -37,7 +38,8 @@ def test_a_deepseek_folder(tmp_path: Path) -> None:
     assert (facts.format, facts.n_routed_experts) == ("safetensors", 8)
     assert facts.config["topk_method"] == "noaux_tc" and facts.config["scoring_func"] == "sigmoid"
     assert tally(facts.tensors, facts.num_layers) == {
-        ("float8_e4m3fn", False): rows * 64, ("bfloat16", True): 6, ("float32", False): 7}
+        ("whole", "float8_e4m3fn", False, -1): rows * 64, ("whole", "bfloat16", False, 0): 6,
+        ("whole", "float32", False, -1): 7}
 
 
 def test_a_llama_folder_and_one_without_next_token_layers(tmp_path: Path) -> None:

@@ -148,8 +148,8 @@ def test_flags_without_effect_are_decisions(plugins: PluginSet, v3: Path, words:
 
 
 @pytest.mark.parametrize(("words", "fields"), [
-    (["--speculative-algorithm", "NEXTN"], {"speculative.use"}),
-    (["--tp", "8", "--enable-ep-moe", "--enable-dp-attention"], {"parallel.0.use", "parallel.1.use", "parallel.2.use"}),
+    (["--speculative-algorithm", "NGRAM"], {"speculative.use"}),
+    (["--enable-ep-moe"], {"parallel.0.use"}),
     (["--enable-flashinfer-mla", "--kv-cache-dtype", "fp8_e5m2"], {"attention.use", "attention.kv_dtype"}),
     (["--attention-backend", "fa3"], {"attention.use"}),
     (["--cuda-graph-max-bs", "8"], {"graphs.use"}),

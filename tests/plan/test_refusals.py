@@ -205,7 +205,7 @@ def test_overlap_is_turned_off_and_said_or_refused(refused, planned) -> None:
 def test_next_token_layers(refused) -> None:
     own = with_components(speculative=[drafter(nextn_layer=True)])
     found = refused({"speculative": {"use": "drafter"}}, plugins=own)["speculative.use"]
-    assert "has none" in found.reason and found.fix == 'speculative.use = "none"'
+    assert "has none" in found.reason and found.fix.startswith('speculative.use = "none"')
 
 
 def test_ranks(refused, planned) -> None:

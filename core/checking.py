@@ -1,0 +1,63 @@
+"""How checks are registered and run, and how they word a refusal. Plan zone: no torch.
+
+A check is a pure function over the draft that reads offers and facts, never names. It states the slots it reads; while
+a slot is being chosen only its checks run, at the end all of them do. A check skips what is not chosen yet.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from glowplug.core.component import Chosen
+from glowplug.core.draft import Draft
+from glowplug.core.errors import Refusal
+from glowplug.core.slots import BY_NAME, SLOTS, Slot
+
+Check = Callable[[Draft], Iterator[Refusal]]
+CHECKS: list[Check] = []
+BY_SLOT: dict[str, list[Check]] = {slot.name: [] for slot in SLOTS}
+
+
+def reads(*slots: str) -> Callable[[Check], Check]:
+    """Register a check under the slots whose choice it judges."""
+    def register(check: Check) -> Check:
+        CHECKS.append(check)
+        for slot in slots:
+            BY_SLOT[slot].append(check)
+        return check
+    return register
+
+
+def run_checks(draft: Draft, slot: str = "") -> list[Refusal]:
+    """Refusals of every generic check, or of those that judge ``slot``."""
+    draft.focus = slot
+    found = [refusal for check in (BY_SLOT[slot] if slot else CHECKS) for refusal in check(draft)]
+    draft.focus = ""
+    return found
+
+
+def use_field(draft: Draft, slot: Slot, chosen: Chosen) -> str:
+    """The configuration path where the operator picks this component."""
+    if not slot.section:
+        return "model"
+    if not slot.many:
+        return f"{slot.section}.use"
+    held = draft.chosen[slot.name]
+    return f"{slot.section}.{held.index(chosen) if chosen in held else 0}.use"
+
+
+def refuse(draft: Draft, slot: str, chosen: Chosen, reason: str, fix: str, field: str = "") -> Refusal:
+    return Refusal(by=chosen.name, field=field or use_field(draft, BY_NAME[slot], chosen), reason=reason, fix=fix,
+                   origin=draft.origin(slot, chosen.name))
+
+
+def instead(draft: Draft, slot: str, fits: Callable[[Any], bool], otherwise: str) -> str:
+    """A fix that names the components that would do, or ``otherwise`` when none would."""
+    section = BY_NAME[slot].section or slot
+    names = draft.suggestions(slot, fits)
+    return f"{section}.use = " + " or ".join(f'"{name}"' for name in names) if names else otherwise
+
+
+def listed(values: Any) -> str:
+    """Sorted, for people."""
+    return ", ".join(str(value) for value in sorted(values))

@@ -1,0 +1,144 @@
+"""Generic checks of a draft: there is a next-token layer, and it fits the model it drafts for. Plan zone: no torch."""
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from glowplug.core.checking import instead, listed, reads, refuse
+from glowplug.core.component import Chosen
+from glowplug.core.draft import Draft
+from glowplug.core.errors import Refusal
+from glowplug.core.facts import ModelFacts
+from glowplug.core.offers import ModelOffers, SpeculativeOffers, WeightOffers
+
+FOLDER = "speculative.draft_model"
+EXPORT = "glowplug export-nextn writes one from the model's own checkpoint"
+#: what a draft shares with its target: attribute of the facts -> what to call it
+SHARED = {
+    "hidden_size": "hidden size", "vocab_size": "vocabulary size", "kind": "kind of attention",
+    "kv_lora_rank": "latent size (kv_lora_rank)", "qk_rope_head_dim": "rotary size (qk_rope_head_dim)",
+}
+
+
+def _needs_layer(chosen: Chosen | None) -> bool:
+    return chosen is not None and isinstance(chosen.offers, SpeculativeOffers) and chosen.offers.nextn_layer
+
+
+@reads("speculative", "model")
+def check_nextn(draft: Draft) -> Iterator[Refusal]:
+    """The family builds next-token layers, and the checkpoint or the draft folder has one."""
+    chosen, model = draft.first("speculative"), draft.first("model")
+    if chosen is None or model is None or not _needs_layer(chosen):
+        return
+    assert isinstance(model.offers, ModelOffers)
+    none = instead(draft, "speculative", lambda o: not o.drafts, 'speculative.use = "none"')
+    target, folder = draft.facts.model, draft.facts.draft
+    if not model.offers.nextn:
+        yield refuse(draft, "speculative", chosen, f"{chosen.name} needs a next-token layer, which {model.name} does "
+                     "not build", none)
+    elif folder is None and not target.nextn_layers and not draft.values["draft_folder"]:
+        why = f" ({'; '.join(target.notes)})" if target.notes else ""
+        yield refuse(draft, "speculative", chosen, f"{chosen.name} drafts with the checkpoint's own next-token layer; "
+                     f"{target.path} has none{why}", f"{none}, or {FOLDER} = a folder with one")
+    elif folder is not None:
+        yield from _architecture(draft, chosen, model.offers, folder)
+
+
+def _architecture(draft: Draft, chosen: Chosen, family: ModelOffers, folder: ModelFacts) -> Iterator[Refusal]:
+    known = family.draft_architectures | family.architectures
+    if folder.architecture not in known:
+        yield refuse(draft, "speculative", chosen, f"{folder.path} is a {folder.architecture}, which is no next-token "
+                     f"layer for {draft.facts.model.architecture}", "a folder of "
+                     f"{listed(family.draft_architectures) or 'the same architecture'}: {EXPORT}", field=FOLDER)
+    elif not folder.nextn_layers:
+        yield refuse(draft, "speculative", chosen, f"{folder.path} holds no next-token layer",
+                     f"a folder with one: {EXPORT}", field=FOLDER)
+
+
+@reads("speculative", "model")
+def check_draft_folder(draft: Draft) -> Iterator[Refusal]:
+    """Sizes, quantisation and tokenizer of a draft folder against the target's."""
+    chosen, target, folder = draft.first("speculative"), draft.facts.model, draft.facts.draft
+    if chosen is None or folder is None or not _needs_layer(chosen):
+        return
+    for key, what in SHARED.items():
+        own, other = getattr(folder, key), getattr(target, key)
+        if own != other:
+            yield refuse(draft, "speculative", chosen, f"the draft's {what} is {own}, the model's is {other}",
+                         f"a draft made for this model: {EXPORT}", field=FOLDER)
+    if (folder.quant_method, folder.quant_block) != (target.quant_method, target.quant_block):
+        yield refuse(draft, "speculative", chosen, f"the draft's weights are {_quantised(folder)}, the model's are "
+                     f"{_quantised(target)}, and one scheme loads both", f"a draft quantised as the model: {EXPORT}",
+                     field=FOLDER)
+    difference = tokenizer_difference(folder.path, target.path)
+    if difference:
+        yield refuse(draft, "speculative", chosen, f"the draft has another tokenizer: {difference}",
+                     "a draft made with this model's tokenizer", field=FOLDER)
+
+
+def _quantised(model: ModelFacts) -> str:
+    if model.quant_method == "none":
+        return "not quantised"
+    return model.quant_method + (" in {}x{} blocks".format(*model.quant_block) if model.quant_block else "")
+
+
+@reads("weights", "speculative")
+def check_draft_weights(draft: Draft) -> Iterator[Refusal]:
+    source, folder = draft.first("weights"), draft.facts.draft
+    if source is None or folder is None or not _needs_layer(draft.first("speculative")):
+        return
+    assert isinstance(source.offers, WeightOffers)
+    if not source.offers.formats & {folder.format, "synthetic"}:
+        held = "no weights" if folder.format == "none" else f"{folder.format} weights"
+        yield refuse(draft, "weights", source, f"{source.name} reads {listed(source.offers.formats)}; the draft "
+                     f"{folder.path} holds {held}", "a draft folder with weights", field=FOLDER)
+
+
+# ---- tokenizers -----------------------------------------------------------------------------------------------------
+
+
+def tokenizer_difference(draft: str, target: str) -> str:
+    """How the tokenizer.json of two folders differ in what an id means; "" when they agree, or one has none."""
+    paths = [Path(folder) / "tokenizer.json" for folder in (draft, target)]
+    if not all(path.is_file() for path in paths):
+        return ""
+    stamps = [path.stat() for path in paths]
+    return _difference(str(paths[0]), str(paths[1]), *(stamp.st_mtime_ns for stamp in stamps))
+
+
+@lru_cache(maxsize=64)
+def _difference(draft: str, target: str, draft_time: int, target_time: int) -> str:
+    """Kept until a file changes, because a check runs once a candidate."""
+    del draft_time, target_time
+    if _digest(draft) == _digest(target):
+        return ""
+    try:
+        own, other = vocabulary(draft), vocabulary(target)
+    except (ValueError, TypeError, AttributeError, KeyError):
+        return "its tokenizer.json is another file and could not be read as a vocabulary"
+    different = sorted(id for id in own.keys() | other.keys() if own.get(id) != other.get(id))
+    if not different:
+        return ""
+    first = different[0]
+    return (f"{len(different)} token ids mean other text, the first is {first}: {own.get(first)!r} against "
+            f"{other.get(first)!r}")
+
+
+def _digest(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def vocabulary(path: str) -> dict[int, str]:
+    """Token text by id of a tokenizer.json. ValueError, TypeError, AttributeError or KeyError when it is not one."""
+    data: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+    listing: Any = data["model"]["vocab"]
+    if isinstance(listing, dict):
+        found = {int(id): str(text) for text, id in listing.items()}
+    else:  # a unigram model: [text, score] by id
+        found = {id: str(entry[0]) for id, entry in enumerate(listing)}
+    found |= {int(token["id"]): str(token["content"]) for token in data.get("added_tokens") or ()}
+    return found

@@ -1,0 +1,134 @@
+"""Generic checks of the mesh, of ranks against the machine, and of what carries them. Plan zone: no torch.
+
+Whether a model's dimensions divide is each strategy's own business; here the list as a whole is judged.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from glowplug.core.checking import instead, reads, refuse
+from glowplug.core.component import Chosen
+from glowplug.core.draft import Draft
+from glowplug.core.errors import Refusal
+from glowplug.core.mesh import OVER_TP
+from glowplug.core.offers import CollectiveOffers, ExecutorOffers, ParallelOffers
+
+ORDER = ("tp", "ep", "dp")  #: of axes in ``[[parallel]]``: later strategies refine what earlier ones split
+
+
+@reads("parallel")
+def check_mesh(draft: Draft) -> Iterator[Refusal]:
+    """No axis twice."""
+    seen: dict[str, str] = {}
+    for chosen in draft.chosen["parallel"]:
+        assert isinstance(chosen.offers, ParallelOffers)
+        for axis in sorted(chosen.offers.axes) or ["of one rank"]:
+            if axis in seen:
+                yield refuse(draft, "parallel", chosen, f"{chosen.name} and {seen[axis]} both define the mesh axis "
+                             f"{axis}", "keep one of them")
+            seen[axis] = chosen.name
+
+
+@reads("parallel")
+def check_order(draft: Draft) -> Iterator[Refusal]:
+    """Strategies stand in the order in which they refine one another, and nothing stands beside one rank."""
+    held = draft.chosen["parallel"]
+    for chosen in held:
+        assert isinstance(chosen.offers, ParallelOffers)
+        if not chosen.offers.axes and len(held) > 1 and any(other.offers != chosen.offers for other in held):
+            yield refuse(draft, "parallel", chosen, f"{chosen.name} means one rank, and other strategies are listed "
+                         "beside it", "leave it out")
+    if out_of_order(draft):
+        right = ", ".join(chosen.name for chosen in sorted(held, key=_place))
+        first = next(held[i + 1] for i in range(len(held) - 1) if _place(held[i]) > _place(held[i + 1]))
+        yield refuse(draft, "parallel", first, f"the strategies are listed as {', '.join(c.name for c in held)}, and "
+                     "each refines those before it", f"[[parallel]] in the order {right}")
+
+
+def out_of_order(draft: Draft) -> bool:
+    """Is ``[[parallel]]`` in an order in which the strategies' own checks cannot judge it?"""
+    places = [_place(chosen) for chosen in draft.chosen["parallel"]]
+    return places != sorted(places)
+
+
+def _place(chosen: Chosen) -> int:
+    assert isinstance(chosen.offers, ParallelOffers)
+    return min((ORDER.index(axis) for axis in chosen.offers.axes if axis in ORDER), default=0)
+
+
+@reads("parallel")
+def check_blocks(draft: Draft) -> Iterator[Refusal]:
+    """An axis over the tensor ranks cuts them into equal blocks. For strategies without a check of their own."""
+    mesh = draft.values["mesh"]
+    for chosen in draft.chosen["parallel"]:
+        assert isinstance(chosen.offers, ParallelOffers)
+        found = draft.plugins.find("parallel", chosen.name)
+        if found is None or found.component.check is not None:
+            continue
+        for axis in sorted(chosen.offers.axes & set(OVER_TP)):
+            if mesh.get("tp", 1) % mesh[axis]:
+                yield refuse(draft, "parallel", chosen, f"{chosen.name} cuts the {mesh.get('tp', 1)} tensor ranks into "
+                             f"{mesh[axis]} blocks, which does not divide", f"size = {_largest(mesh, mesh[axis])}")
+
+
+def _largest(mesh: dict[str, int], most: int) -> int:
+    tp = mesh.get("tp", 1)
+    return max(size for size in range(1, tp + 1) if tp % size == 0 and size <= most or size == 1)
+
+
+# ---- ranks and the machine ------------------------------------------------------------------------------------------
+
+
+@reads("parallel", "collectives", "executor")
+def check_ranks(draft: Draft) -> Iterator[Refusal]:
+    """Something connects them, and something runs them."""
+    ranks, hosts = draft.values["ranks"], draft.values["hosts"]
+    collectives, executor = draft.first("collectives"), draft.first("executor")
+    if ranks > 1 and collectives is not None:
+        assert isinstance(collectives.offers, CollectiveOffers)
+        if not collectives.offers.ranks:
+            yield refuse(draft, "collectives", collectives, f"{collectives.name} connects one rank, the plan has "
+                         f"{ranks}", instead(draft, "collectives", lambda o: o.ranks, "one rank: leave parallel out"))
+    if executor is None:
+        return
+    assert isinstance(executor.offers, ExecutorOffers)
+    if ranks > 1 and not executor.offers.ranks:
+        yield refuse(draft, "executor", executor, f"{executor.name} runs one rank, the plan has {ranks}",
+                     instead(draft, "executor", lambda o: o.ranks, "one rank: leave parallel out"))
+    elif hosts > 1 and not executor.offers.hosts:
+        per_host = -(-ranks // hosts)
+        yield refuse(draft, "executor", executor, f"{executor.name} stays on one host, {ranks} ranks need {hosts}",
+                     instead(draft, "executor", lambda o: o.hosts,
+                             f"at most {per_host} ranks, or a plugin that spans hosts"))
+
+
+@reads("parallel")
+def check_machine(draft: Draft) -> Iterator[Refusal]:
+    """Enough devices, or enough cores; and hosts that carry equal numbers of ranks."""
+    holder, ranks, hosts = draft.first("parallel"), draft.values["ranks"], draft.values["hosts"]
+    machine = draft.facts.hardware
+    if holder is None:
+        return
+    if hosts > machine.hosts:
+        yield refuse(draft, "parallel", holder, f"{hosts} hosts were asked for, {machine.name} has {machine.hosts}",
+                     f"executor.hosts = {machine.hosts}", field="executor.hosts")
+        return
+    if ranks % hosts:
+        fits = [count for count in range(1, machine.hosts + 1) if ranks % count == 0]
+        yield refuse(draft, "parallel", holder, f"{ranks} ranks do not spread evenly over {hosts} hosts",
+                     f"executor.hosts = {max(fits)} (--nnodes), or ranks in a multiple of {hosts}",
+                     field="executor.hosts")
+        return
+    cuda = draft.values["device"] == "cuda"
+    each = len(machine.devices) if cuda else machine.cpu_cores
+    if cuda and ranks > hosts * each > 0:
+        yield refuse(draft, "parallel", holder, f"{ranks} ranks need {ranks} devices, {machine.name} has "
+                     f"{_counted(hosts, each)}", f"parallel.0.size = {hosts * each}", field="parallel.0.size")
+    elif not cuda and ranks > hosts * each and not draft.config.executor.oversubscribe:
+        yield refuse(draft, "parallel", holder, f"{ranks} ranks are more than the {_counted(hosts, each)} cores of "
+                     f"{machine.name}", f"parallel.0.size = {hosts * each}, or executor.oversubscribe = true (ranks "
+                     "then wait for one another's cores)", field="parallel.0.size")
+
+
+def _counted(hosts: int, each: int) -> str:
+    return str(each) if hosts == 1 else f"{hosts} x {each}"
