@@ -24,6 +24,10 @@ class RankControls:
         self._handlers, self._collectives, self._ranks = dict(handlers), collectives, ranks
         self._decoder = msgspec.msgpack.Decoder(Reply)
 
+    def add(self, action: str, handler: ControlHandler) -> None:
+        """Take the action on, in place of whoever had it."""
+        self._handlers[action] = handler
+
     def answer(self, message: Control) -> Reply:
         """The same on every rank: the lowest rank's refusal if any refuses, else rank 0's data; the data of all ranks
         goes with it under "ranks"."""

@@ -13,7 +13,6 @@ from glowplug.core.offers import ParallelOffers
 from glowplug.core.options import ParallelOptions
 
 NAME = "dp_attention"
-FIELD = "parallel"
 
 
 class DpAttentionOptions(ParallelOptions):
@@ -23,54 +22,28 @@ class DpAttentionOptions(ParallelOptions):
 
 
 def check_dp_attention(context: CheckContext) -> Iterator[Refusal]:
-    """Groups are cut from the tensor ranks, which a strategy listed before must define."""
-    groups, ranks = context.options.size, context.values["mesh"].get("tp", 1)
-    if not _tensor_ranks_before(context):
-        yield Refusal(NAME, FIELD, "data-parallel attention deals tensor ranks to its groups, and no strategy listed "
-                      "before it defines any", f'[[parallel]] use = "tensor", size = {max(2, groups)} before it')
-        return
-    if ranks == 1:
-        yield Refusal(NAME, FIELD, "data-parallel attention deals tensor ranks to its groups, and there is one rank",
+    """Groups are cut from the tensor ranks, which a strategy listed before must define.
+
+    Whether heads and vocabulary split over the ranks of a group is that strategy's to say.
+    """
+    held = context.chosen["parallel"]
+    place = next((at for at, chosen in enumerate(held) if chosen.options is context.options), 0)
+    field, groups, ranks = f"parallel.{place}.size", context.options.size, context.values["mesh"].get("tp", 1)
+    if not any(isinstance(before.offers, ParallelOffers) and "tp" in before.offers.axes for before in held[:place]):
+        yield Refusal(NAME, f"parallel.{place}.use", "data-parallel attention deals tensor ranks to its groups, and no "
+                      "strategy listed before it defines any",
+                      f'[[parallel]] use = "tensor", size = {max(2, groups)} before it')
+    elif ranks == 1:
+        yield Refusal(NAME, field, "data-parallel attention deals tensor ranks to its groups, and there is one rank",
                       f"more tensor ranks (size = {max(2, groups)}), or leave {NAME} out")
     elif ranks % groups:
         fits = [size for size in range(1, ranks + 1) if ranks % size == 0]
-        yield Refusal(NAME, FIELD, f"{groups} groups do not share {ranks} tensor ranks evenly",
-                      f"size = {_nearest(fits, groups)} (one of {_listed(fits)})")
-    else:
-        yield from _check_heads(context, groups, ranks)
+        yield Refusal(NAME, field, f"{groups} groups do not share {ranks} tensor ranks evenly", _instead(fits, groups))
 
 
-def _tensor_ranks_before(context: CheckContext) -> bool:
-    for chosen in context.chosen["parallel"]:
-        if chosen.options is context.options:
-            return False
-        if isinstance(chosen.offers, ParallelOffers) and "tp" in chosen.offers.axes:
-            return True
-    return False
-
-
-def _check_heads(context: CheckContext, groups: int, ranks: int) -> Iterator[Refusal]:
-    """The heads of a group's attention are dealt to its ranks, key heads too where each has a cache of its own."""
-    model = context.facts.model
-    counts = {"attention heads": model.num_heads}
-    if model.kind != "mla":
-        counts["key-value heads"] = model.num_kv_heads
-    split = ranks // groups
-    for what, count in counts.items():
-        if count % split:
-            fits = [size for size in range(1, ranks + 1)
-                    if ranks % size == 0 and not any(other % (ranks // size) for other in counts.values())]
-            yield Refusal(NAME, FIELD, f"{count} {what} do not split over the {split} ranks of a group ({ranks} tensor "
-                          f"ranks in {groups} groups)", f"size = {_nearest(fits, groups)} (one of {_listed(fits)})")
-            return
-
-
-def _nearest(sizes: list[int], wanted: int) -> int:
-    return min(sizes, key=lambda size: (abs(size - wanted), -size))
-
-
-def _listed(sizes: list[int]) -> str:
-    return ", ".join(map(str, sizes))
+def _instead(sizes: list[int], wanted: int) -> str:
+    nearest = min(sizes, key=lambda size: (abs(size - wanted), -size))
+    return f"size = {nearest} (one of {', '.join(map(str, sizes))})"
 
 
 @hookimpl

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from glowplug.core.batch import Batch, StepShape
-from glowplug.core.mesh import axis_size, coordinates
+from glowplug.core.mesh import axis_size, coordinates, deal
 from glowplug.core.offers import Mode
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import ExpertExchange, RequestRouter, Shard, Worker
@@ -63,10 +63,8 @@ class DpAttention:
         ranks = self._ranks_a_group
         if ranks == 1:
             return Shard(0, full, full)
-        each = -(-full // ranks)
-        start = min(each * self._within, full)
-        size = min(each, full - start)
-        return Shard(start, size, full, reduce=projects, gather=role == "vocab", axis="attn_tp")
+        start, size = deal(full, ranks, self._within, block)
+        return Shard(start, size, full, reduce=projects, gather=role == "vocab", axis="attn_tp", parts=ranks)
 
     def agree(self, local: StepShape) -> StepShape:
         own = np.array([MODES.index(local.mode), local.rows, local.tokens, local.load], np.int64)
