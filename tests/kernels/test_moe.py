@@ -49,7 +49,7 @@ def test_host_experts(tokens: int, experts: int, k: int, skew: float) -> None:
 
 @pytest.mark.parametrize("absent", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize(("tokens", "experts", "k", "skew"), LOADS)
-def test_host_experts_of_which_some_are_elsewhere(tokens: int, experts: int, k: int, skew: float, absent: float) -> None:
+def test_host_experts_some_elsewhere(tokens: int, experts: int, k: int, skew: float, absent: float) -> None:
     x, w13, w2, ids, weights = problem(tokens, experts, k, 7, skew)
     ids[torch.rand(ids.shape, generator=torch.Generator().manual_seed(tokens)) < absent] = -1
     weights[ids < 0] = float("nan")
