@@ -63,6 +63,7 @@ DEFAULT_PLUGINS = (
     "glowplug.plugins.executors.inline",
     "glowplug.plugins.executors.multiprocess",
     "glowplug.plugins.executors.torchrun",
+    "glowplug.plugins.executors.torchrun",
     "glowplug.plugins.ops.torch_ops",
 )
 

@@ -39,6 +39,7 @@ KV_DTYPES = {**DTYPES, "fp8": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3"}
 ALGORITHMS = {"NEXTN": "nextn", "EAGLE": "eagle", "EAGLE3": "eagle3", "NGRAM": "ngram", "MTP": "nextn",
               "DEEPSEEK_MTP": "nextn"}
 POLICIES = {"lpm": "longest_prefix", "longest-prefix": "longest_prefix"}
+EXECUTORS = {"mp": "multiprocess", "uni": "inline", "external_launcher": "torchrun"}
 FORMATS = {"dummy": "random", "safetensors": "safetensors"}
 
 
@@ -79,6 +80,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag(("--nnodes",), "executor.hosts", "hosts of one engine", int),
     Flag(("--node-rank",), "executor.host_rank", "which of them this is", int),
     Flag(("--dist-init-addr", "--nccl-init-addr"), "executor.address", "host:port where they meet"),
+    Flag(("--distributed-executor-backend",), "executor.use", "multiprocess (mp), torchrun, ray", values=EXECUTORS),
     # speculation
     Flag(("--speculative-algorithm", "--speculative-algo"), "speculative.use", "nextn, eagle, ...", values=ALGORITHMS),
     Flag(("--speculative-draft-model-path", "--speculative-draft"), "speculative.draft_model", "folder of the draft"),

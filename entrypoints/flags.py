@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -96,8 +97,21 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
                            dest="engine_flags", default=argparse.SUPPRESS, metavar=metavar)
 
 
-#: what serving does unless the operator says otherwise
-SERVE_DEFAULTS: Mapping[str, Any] = {"model": EMBEDDED, "executor.use": "multiprocess"}
+def serve_defaults(config: Mapping[str, Any], hardware: HardwareFacts | None = None,
+                   environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """What serving does unless the operator says otherwise: the embedded model, a process a rank.
+
+    Several hosts (asked for, on the fact sheet, or as torchrun started this process) make the executor "torchrun".
+    """
+    found: dict[str, Any] = {"model": EMBEDDED, "executor.use": "multiprocess"}
+    given = config.get("executor")
+    asked = given if isinstance(given, Mapping) else {}
+    spans = asked.get("hosts") not in (None, 1) or not {"host_rank", "address"}.isdisjoint(asked)
+    if spans or (hardware is not None and hardware.hosts > 1):
+        found["executor.use"] = "torchrun"
+    if "TORCHELASTIC_RUN_ID" in environment:
+        found |= {"executor.use": "torchrun", "executor.hosts": int(environment.get("GROUP_WORLD_SIZE", "1"))}
+    return found
 
 
 @dataclass
@@ -117,8 +131,13 @@ class Given:
     def config(self) -> dict[str, Any]:
         return self.layer.data
 
-    def plan(self, contributed: Mapping[str, Any] = SERVE_DEFAULTS) -> EnginePlan:
-        """The plan, with ``contributed`` defaults by dotted path. ConfigError, PlanRefused with every reason."""
+    def plan(self, contributed: Mapping[str, Any] | None = None) -> EnginePlan:
+        """The plan, with ``contributed`` defaults by dotted path (None: those of serving).
+
+        ConfigError, PlanRefused with every reason.
+        """
+        if contributed is None:
+            contributed = serve_defaults(self.config, self.hardware)
         return make_plan(self.config, source=self.source, origins=self.layer.origins, plugins=self.plugins,
                          hardware=self.hardware, contributed=contributed, prior=self.layer.refusals, notes=self.notes)
 

@@ -25,7 +25,8 @@ from glowplug.core.plugins import PluginSet
 from glowplug.core.protocols import Executor, OutputParserFactory, Worker
 from glowplug.core.tokenizer import Tokenizer
 from glowplug.entrypoints.client import EngineClient
-from glowplug.entrypoints.launch import eos_ids, open_tokenizer, start_executor
+from glowplug.entrypoints.follow import follow
+from glowplug.entrypoints.launch import eos_ids, make_executor, open_tokenizer, start_executor
 from glowplug.entrypoints.server.app import create_app
 from glowplug.entrypoints.server.context import Context
 from glowplug.entrypoints.server.http_protocol import GuardedProtocol
@@ -39,9 +40,16 @@ SECOND_SIGNAL_EXIT = 130
 
 
 def main(plan: EnginePlan, plugins: PluginSet) -> int:
-    """Serve until a signal. Exit code 0 after a drain, 1 when the port is taken, loading fails or the engine dies."""
+    """Serve until a signal. Exit code 0 after a drain, 1 when the port is taken, loading fails or the engine dies.
+
+    On a host that only lends its ranks there is no HTTP: see ``follow``.
+    """
     options = ServerOptions.model_validate(plan.config.get("server", {}))
     log = LogOptions.model_validate(plan.config.get("log", {}))
+    executor = make_executor(plan, plugins)
+    if not executor.leads:
+        set_up_logging(log)
+        return follow(plan, plugins, executor)
     try:
         listener = bind(options.host, options.port)
     except OSError as error:
@@ -52,7 +60,7 @@ def main(plan: EnginePlan, plugins: PluginSet) -> int:
         tokenizer = open_tokenizer(plan, plugins)
         parsers = [plugins.build(choice, plan, Worker()) for choice in plan.choices_in("outputs")]
         return serve_until_done(plan, tokenizer, parsers, listener=listener, plugins=plugins, log=log,
-                                make=lambda: start_executor(plan, plugins))
+                                make=lambda: start_executor(plan, plugins, executor))
 
 
 def serve_until_done(plan: EnginePlan, tokenizer: Tokenizer | None, parsers: Sequence[OutputParserFactory], *,

@@ -17,15 +17,18 @@ POLL = 0.02  #: seconds between looks for ranks that have not come
 def open_store(address: str, rank: int, ranks: int, timeout: float) -> Store:
     """The store at ``address``: "file://PATH", "tcp://HOST:PORT" (rank 0 listens) or "env://" (as torchrun sets it up).
 
-    CollectiveError when it cannot be opened within ``timeout`` seconds.
+    "tcp://HOST:PORT/PREFIX?held" is a part of a store that another process holds. CollectiveError when it cannot be
+    opened within ``timeout`` seconds.
     """
     place = urlsplit(address)
     try:
         if place.scheme == "file":
             return FileStore(address.removeprefix("file://"), ranks)
         if place.scheme == "tcp" and place.hostname and place.port:
-            return TCPStore(place.hostname, place.port, ranks, rank == 0, timedelta(seconds=timeout),
-                            wait_for_workers=False)
+            listens = rank == 0 and place.query != "held"
+            store = TCPStore(place.hostname, place.port, ranks, listens, timedelta(seconds=timeout),
+                             wait_for_workers=False)
+            return PrefixStore(f"ranks {place.path[1:]}", store) if place.path else store
         if place.scheme == "env":
             return _environment_store(rank, ranks, timeout)
     except (RuntimeError, OSError, KeyError) as error:

@@ -17,6 +17,7 @@ from glowplug.core.messages import Failed, Outbound, Progress
 BEAT = 0.5  #: seconds between a rank's signs of life
 QUIET = 2.5  #: seconds without one that make a rank (or a host) suspect once others have lost a peer
 SETTLE = 1.0  #: seconds to read on after the first sign of trouble
+SPAWN = 30.0  #: seconds a process may take to its first sign of life, whatever the limit
 SPAWNING, ENDED = "spawn", "ended"  #: phases before the first report of a rank, and after its orderly end
 
 
@@ -103,8 +104,8 @@ class Watch:
     def look(self, limit: float | None = None) -> None:
         """Ranks that have been silent for longer than ``limit`` seconds (None: the watch's own) become trouble."""
         now, limit = self.clock(), self.limit if limit is None else limit
-        quiet = [(seen.heard, rank) for rank, seen in self._seen.items()
-                 if not seen.gone and seen.phase != ENDED and now - seen.heard > limit]
+        quiet = [(seen.heard, rank) for rank, seen in self._seen.items() if not seen.gone and seen.phase != ENDED
+                 and now - seen.heard > (max(limit, SPAWN) if seen.phase == SPAWNING else limit)]
         for heard, rank in sorted(quiet):
             self._seen[rank].gone = True
             self.troubles.append(Trouble(Kind.SILENT, f"rank {rank} has been silent for {now - heard:.0f} s "

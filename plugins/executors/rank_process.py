@@ -67,12 +67,12 @@ class RankLink:
         """Signs of life; a failure once the loop has not turned for ``limit`` seconds (while loading it need not)."""
         try:
             while self.phase != ENDED:
-                time.sleep(BEAT)
                 still = time.monotonic() - self.progressed
                 if self.phase == "serve" and still > limit:
                     self.send([self._stuck(still)])
                     return
                 self.send([Progress(self.rank, self.phase)])
+                time.sleep(BEAT)
         except (EOFError, OSError):
             return
 

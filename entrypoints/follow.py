@@ -1,0 +1,62 @@
+"""``glowplug serve`` on a host that does not run the front: supervise this host's ranks until the engine ends."""
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from types import FrameType
+
+from glowplug.core.errors import EngineDead, EngineStopped, PlanRefused
+from glowplug.core.options import ServerOptions
+from glowplug.core.plan import EnginePlan
+from glowplug.core.plugins import PluginSet
+from glowplug.core.protocols import Executor
+
+logger = logging.getLogger("glowplug.server")
+
+LOOK = 0.5  #: seconds between looks at signals
+MARGIN = 10.0  #: seconds beyond the front's own drain limit
+SECOND_SIGNAL_EXIT = 130
+
+
+def follow(plan: EnginePlan, plugins: PluginSet, executor: Executor) -> int:
+    """Exit code 0 when the engine was told to stop, 1 when it failed. PlanRefused when hosts do not agree.
+
+    A signal waits for host 0, which drains and then ends the engine on every host; the second one exits at once.
+    """
+    plugins.call_each("plan_ready", plan=plan)
+    try:
+        executor.start(plan)
+        logger.info("this host's ranks are ready; host 0 answers requests")
+        _supervise(executor, ServerOptions.model_validate(plan.config.get("server", {})).drain_timeout)
+    except EngineStopped:
+        logger.info("the engine has ended")
+        return 0
+    except PlanRefused:
+        raise
+    except EngineDead as error:
+        logger.error("the engine has stopped: %s", error)
+        return 1
+    finally:
+        executor.stop()
+    return 0
+
+
+def _supervise(executor: Executor, drain: float) -> None:
+    """Returns when a signal came and host 0 has not ended the engine within its drain limit; else raises as it ends."""
+    signals: list[float] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if signals:
+            os._exit(SECOND_SIGNAL_EXIT)
+        signals.append(time.monotonic())
+        logger.info("waiting for host 0 to end the engine; a second signal exits at once")
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        while not signals or time.monotonic() - signals[0] < drain + MARGIN:
+            executor.outputs(LOOK)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

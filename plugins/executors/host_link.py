@@ -1,0 +1,250 @@
+"""What sites tell one another through the rendezvous store: who they are, that they live, and why they end.
+
+A site is the process that looks after the ranks of a host (``site.py``). The store is torch.distributed's; a thread of
+its own talks to it, because a store behind a broken link answers never rather than late.
+"""
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing import Pipe
+from queue import Empty, SimpleQueue
+
+import msgspec
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from glowplug.core.errors import EngineDead
+from glowplug.plugins.executors.blame import BEAT, Kind, Trouble
+from glowplug.plugins.executors.site import Site
+
+POLL = 0.05  #: seconds between looks for sites that have not come
+FOREVER = timedelta(days=365)
+
+
+class Beat(msgspec.Struct, array_like=True):
+    """What a site says every BEAT seconds. ``phases`` of its ranks; ``leaving``: the engine was told to stop."""
+
+    count: int = 0
+    phases: dict[int, str] = {}
+    trouble: Trouble | None = None
+    leaving: bool = False
+
+
+class HostLink:
+    """This site's side. ``open`` and ``meet`` first; then a thread keeps the rest up to date until ``close``.
+
+    Args:
+        site: this one.
+        limit: seconds of silence after which another site counts as gone.
+        phases: of this site's ranks.
+
+    Attributes:
+        wake: readable when another site's frame has come.
+        frames: from other sites' ranks, for the front; on site 0.
+    """
+
+    def __init__(self, site: Site, limit: float, phases: Callable[[], dict[int, str]]) -> None:
+        self.site, self.limit, self._phases = site, limit, phases
+        self.wake, self._waker = Pipe(duplex=False)
+        self.frames: SimpleQueue[bytes] = SimpleQueue()
+        self._held: list[Store] = []
+        self._said = Beat()
+        self._beats: dict[int, Beat] = {}
+        self._heard: dict[int, float] = {}
+        self._turned = time.monotonic()  # when the store last answered
+        self._broken = ""
+        self._closed, self._urgent, self._told = threading.Event(), threading.Event(), threading.Event()
+        self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
+
+    # ---- meeting ----------------------------------------------------------------------------------------------------
+
+    def open(self, timeout: float) -> Site:
+        """Connect (site 0 listens); returns the site with the store's real port. EngineDead when nobody answers."""
+        self._store, store = self._connect(timeout, self.site.serves)
+        self._held.append(store)
+        self.site = replace(self.site, port=store.port)
+        return self.site
+
+    def _connect(self, timeout: float, serves: bool) -> tuple[Store, TCPStore]:
+        site = self.site
+        listener = _listener(site.host, site.port) if serves else None
+        port = listener.getsockname()[1] if listener else site.port
+        try:
+            found = TCPStore(site.host, port, None, serves, timedelta(seconds=timeout), wait_for_workers=False,
+                             master_listen_fd=listener.detach() if listener else None)
+        except (RuntimeError, OSError) as error:
+            raise EngineDead(f"{site.name(site.index)} could not reach {site.name(0)} at {site.host}:{site.port} within "
+                             f"{timeout:.0f} s: {_line(error)}") from error
+        return PrefixStore(f"sites {site.prefix}", found), found
+
+    def meet(self, identity: bytes, timeout: float) -> list[bytes]:
+        """Every site's identity, once all have come. EngineDead naming those that have not."""
+        me, deadline = self.site.index, time.monotonic() + timeout
+        try:
+            self._store.set(f"beat {me}", msgspec.msgpack.encode(self._said))
+            self._store.set(f"identity {me}", identity)
+            missing = list(range(self.site.count))
+            while missing := [one for one in missing if not self._store.check([f"identity {one}"])]:
+                if time.monotonic() > deadline or self._closed.is_set():
+                    names = ", ".join(map(self.site.name, missing))
+                    raise EngineDead(f"{names} did not come to {self.site.host}:{self.site.port} within {timeout:.0f} s")
+                time.sleep(POLL)
+            found = [bytes(self._store.get(f"identity {one}")) for one in range(self.site.count)]
+            self._leave_together(deadline)
+        except RuntimeError as error:
+            raise EngineDead(f"{self.site.name(0)} has gone while hosts met: {_line(error)}") from error
+        now = time.monotonic()
+        self._heard = dict.fromkeys((one for one in range(self.site.count) if one != me), now)
+        return found
+
+    def _leave_together(self, deadline: float) -> None:
+        """Site 0 holds the store, so it waits until everybody has read the identities."""
+        read = self._store.add("read", 1)
+        while self.site.index == 0 and read < self.site.count and time.monotonic() < deadline:
+            time.sleep(POLL)
+            read = self._store.add("read", 0)
+
+    def start(self) -> None:
+        self._turned = time.monotonic()
+        self._thread("glowplug-hosts", self._beat_forever)
+        if self.site.index:
+            self._thread("glowplug-outputs", self._send_forever)
+        else:
+            for other in self._heard:
+                self._thread(f"glowplug-outputs-{other}", lambda other=other: self._receive_forever(other))
+
+    def _thread(self, name: str, run: Callable[[], None]) -> None:
+        threading.Thread(target=run, daemon=True, name=name).start()
+
+    # ---- signs of life ----------------------------------------------------------------------------------------------
+
+    def _beat_forever(self) -> None:
+        me, others = self.site.index, sorted(self._heard)
+        try:
+            while not self._closed.is_set():
+                urgent = self._urgent.is_set()
+                self._urgent.clear()
+                self._said.count += 1
+                self._said.phases = self._phases()
+                self._store.set(f"beat {me}", msgspec.msgpack.encode(self._said))
+                if urgent:
+                    self._told.set()
+                self._read(others)
+                self._turned = time.monotonic()
+                self._urgent.wait(BEAT)
+        except RuntimeError as error:
+            self._broken = _line(error)
+
+    def _read(self, others: list[int]) -> None:
+        values = self._store.multi_get([f"beat {other}" for other in others]) if others else []
+        now = time.monotonic()
+        for other, value in zip(others, values, strict=True):
+            beat = msgspec.msgpack.decode(bytes(value), type=Beat)
+            if beat.count != self._beats.get(other, Beat()).count:
+                self._heard[other] = now
+            self._beats[other] = beat
+
+    def phases(self) -> dict[int, str]:
+        """Of the ranks of other sites, as last heard."""
+        return {rank: phase for beat in list(self._beats.values()) for rank, phase in beat.phases.items()}
+
+    def leaving(self) -> bool:
+        """The front's site has said that the engine stops."""
+        return self._beats.get(0, Beat()).leaving
+
+    def look(self, limit: float | None = None) -> list[Trouble]:
+        """What other sites have reported, and those not heard of for ``limit`` seconds (None: the link's own)."""
+        now, limit, name = time.monotonic(), self.limit if limit is None else limit, self.site.name
+        found = [beat.trouble for beat in list(self._beats.values()) if beat.trouble is not None]
+        if self.site.index and (self._broken or now - self._turned > limit):
+            quiet = f"has gone: {self._broken}" if self._broken else _unheard(now - self._turned)
+            kind = Kind.ENDED if self._broken else Kind.SILENT
+            return [*found, Trouble(kind, f"{name(0)} {quiet}{self._phase_of(0)}")]
+        for other, heard in self._heard.items():
+            if now - heard > limit:
+                found.append(Trouble(Kind.SILENT, f"{name(other)} {_unheard(now - heard)}{self._phase_of(other)}"))
+        return found
+
+    def _phase_of(self, other: int) -> str:
+        phases = sorted(set(self._beats.get(other, Beat()).phases.values()))
+        return f" (phase {', '.join(phases)})" if phases else ""
+
+    def tell(self, trouble: Trouble | None, wait: float) -> None:
+        """Say why this site ends (None: it was told to), and wait until the store has it, for ``wait`` seconds."""
+        if trouble is None:
+            self._said.leaving = True
+        else:
+            self._said.trouble = Trouble(trouble.kind, f"{self.site.name(self.site.index)}: {trouble.text}",
+                                         trouble.traceback)
+        self._urgent.set()
+        self._told.wait(wait)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._urgent.set()
+        self._outgoing.put(None)
+        with contextlib.suppress(OSError):
+            self._waker.close()
+
+    # ---- outputs of leaders on other hosts ----------------------------------------------------------------------------
+
+    def forward(self, frame: bytes) -> None:
+        """To the front, in order. From any thread."""
+        self._outgoing.put(frame)
+
+    def _send_forever(self) -> None:
+        with contextlib.suppress(RuntimeError, EngineDead):  # NOTE: the beating thread reports the same broken store
+            store, held = self._connect(self.limit, False)
+            self._held.append(held)
+            while (frame := self._outgoing.get()) is not None:
+                store.queue_push(f"outputs {self.site.index}", frame)
+
+    def _receive_forever(self, other: int) -> None:
+        with contextlib.suppress(RuntimeError, OSError, EngineDead):
+            store, held = self._connect(self.limit, False)
+            self._held.append(held)
+            held.set_timeout(FOREVER)
+            store.set_timeout(FOREVER)
+            while not self._closed.is_set():
+                self.frames.put(bytes(store.queue_pop(f"outputs {other}")))
+                self._waker.send_bytes(b"1")
+
+    def take(self) -> list[bytes]:
+        """Frames that have come from other sites."""
+        found = []
+        with contextlib.suppress(Empty, EOFError, OSError):
+            while self.wake.poll():
+                self.wake.recv_bytes()
+            while True:
+                found.append(self.frames.get_nowait())
+        return found
+
+
+def _unheard(seconds: float) -> str:
+    return f"has not been heard of for {seconds:.0f} s"
+
+
+def _line(error: BaseException) -> str:
+    """The first line of what torch says, without its C++ stack."""
+    return str(error).partition("\n")[0].partition(" Exception raised from")[0]
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """A listening socket on the address given, not on every one. EngineDead when it is taken."""
+    for place in (host, ""):  # NOTE: behind a translated address the one that others use is not ours to bind
+        family = socket.AF_INET6 if ":" in place else socket.AF_INET
+        try:
+            return socket.create_server((place, port), family=family, backlog=2048)
+        except OSError as error:
+            failed = error
+            if error.errno != errno.EADDRNOTAVAIL:
+                break
+    raise EngineDead(f"cannot listen on {host}:{port} for other hosts: {failed.strerror or failed}") from failed
+
+

@@ -1,0 +1,150 @@
+"""Looks after this site's ranks, and agrees with the other sites on when to start and why to end."""
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from glowplug.core.errors import EngineDead, EngineStopped, PlanRefused
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import Worker
+from glowplug.plugins.executors.agreement import differences, identity
+from glowplug.plugins.executors.blame import ENDED, QUIET, SETTLE, Kind, Trouble, first_cause
+from glowplug.plugins.executors.local_ranks import GRACE, LocalRanks
+from glowplug.plugins.executors.site import find_site
+
+if TYPE_CHECKING:
+    from glowplug.plugins.executors.host_link import HostLink
+    from glowplug.plugins.executors.torchrun import TorchrunOptions
+
+LOADED = "ready", "serve", ENDED  #: phases of a rank that has loaded
+PATIENCE = QUIET + 2 * SETTLE  #: seconds to wait for a host's silence once ranks have only lost peers
+WORD = 2.0  #: seconds to tell the other hosts why this one ends
+SHARE = 0.75  #: of the collectives' timeout, after which a silent host ends the engine: before the collectives do
+TURN = 0.5  #: seconds between looks at the other hosts
+
+
+class TorchrunExecutor:
+    """``Executor`` of one site. On site 0 it is the front's; elsewhere it supervises (``leads`` is False)."""
+
+    def __init__(self, options: TorchrunOptions, plan: EnginePlan, worker: Worker | None) -> None:
+        self.options = options
+        self._site = find_site(options, plan)
+        self._timeout = float(plan.choice("collectives").options.get("timeout", 600.0))
+        self._ranks = LocalRanks(self._site.ranks, options.watchdog, options.threads)
+        self._frames: deque[bytes] = deque()
+        self._dead: EngineDead | None = None
+        self._link: HostLink | None = None
+
+    @property
+    def leads(self) -> bool:
+        return self._site.index == 0
+
+    @property
+    def pids(self) -> list[int]:
+        return self._ranks.pids
+
+    # ---- start ------------------------------------------------------------------------------------------------------
+
+    def start(self, plan: EnginePlan) -> None:
+        """Meet the other sites, compare, spawn, and wait until every rank is ready (elsewhere: until ours are).
+
+        PlanRefused on every site when they do not mean the same engine; nothing is loaded then.
+        """
+        from glowplug.plugins.executors.host_link import HostLink
+
+        deadline = time.monotonic() + self.options.start_timeout
+        link = HostLink(self._site, SHARE * self._timeout, lambda: self._ranks.watch.phases)
+        self._site = link.open(self.options.start_timeout)
+        found = link.meet(identity(plan), deadline - time.monotonic())
+        refusals = differences(found, [self._site.name(one) for one in range(self._site.count)])
+        if refusals:
+            raise PlanRefused(refusals, "these hosts")
+        self._ranks.spawn(plan, self._site.rendezvous)
+        self._link = link
+        link.start()
+        while slow := self._loading(plan.ranks):
+            self._read(min(SETTLE, max(0.0, deadline - time.monotonic())))
+            if time.monotonic() > deadline:
+                self._die(Trouble(Kind.FAILED, f"rank {slow[0]} was not ready after {self.options.start_timeout:.0f} s "
+                                               f"(phase {self._phases().get(slow[0], 'unknown')})"))
+
+    def _phases(self) -> dict[int, str]:
+        assert self._link is not None
+        return {**self._link.phases(), **self._ranks.watch.phases}
+
+    def _loading(self, ranks: int) -> list[int]:
+        phases = self._phases()
+        return [rank for rank in (range(ranks) if self.leads else self._site.ranks) if phases.get(rank) not in LOADED]
+
+    # ---- serve ------------------------------------------------------------------------------------------------------
+
+    def submit(self, data: bytes) -> None:
+        """To rank 0, which broadcasts. On site 0 only."""
+        self._ranks.send(0, data)
+
+    def outputs(self, timeout: float | None) -> bytes | None:
+        if self._dead is not None:
+            raise self._dead
+        if not self._frames:
+            self._read(timeout)
+        return self._frames.popleft() if self._frames else None
+
+    def _read(self, timeout: float | None) -> None:
+        """One look at our ranks and at the other sites; frames go to the front, which may be elsewhere."""
+        link = self._link
+        assert link is not None
+        timeout = TURN if timeout is None else min(timeout, TURN)
+        frames = self._ranks.receive(timeout, also=[link.wake] if self.leads else [])
+        if self.leads:
+            self._frames.extend([*frames, *link.take()])
+        else:
+            for frame in frames:
+                link.forward(frame)
+        self._ranks.watch.look()
+        if self._dead is not None:  # stopped meanwhile, by another thread
+            raise self._dead
+        if self._ranks.watch.all_ended() or link.leaving():
+            self._end(EngineStopped("the engine was stopped"), GRACE)
+        if self._ranks.watch.troubles or link.look():
+            self._die(self._settle(link))
+
+    def _settle(self, link: HostLink) -> Trouble:
+        """Reads on for a moment, longer when all that is known is that peers were lost, and names the first cause."""
+        started = time.monotonic()
+        while True:
+            waited = time.monotonic() - started
+            troubles = [*self._ranks.watch.troubles, *link.look()]
+            kind = first_cause(troubles).kind
+            if kind == Kind.CONSEQUENCE and waited > QUIET:
+                self._ranks.watch.look(QUIET)
+                troubles = [*self._ranks.watch.troubles, *link.look(QUIET)]
+                kind = first_cause(troubles).kind
+            if kind == Kind.ENDED or waited > (PATIENCE if kind == Kind.CONSEQUENCE else SETTLE):
+                return first_cause(troubles)
+            if self._ranks.watch.all_ended() or link.leaving():
+                self._end(EngineStopped("the engine was stopped"), GRACE)
+            self._ranks.receive(SETTLE / 10)
+
+    def _die(self, trouble: Trouble) -> None:
+        if self._link is not None:
+            self._link.tell(trouble, WORD)
+        self._end(EngineDead(str(trouble)), grace=0.0)
+
+    def _end(self, error: EngineDead, grace: float) -> None:
+        self._dead = error
+        self._ranks.end(grace)
+        if self._link is not None:
+            self._link.close()
+        raise error
+
+    def stop(self) -> None:
+        """On site 0: the engine ends, everywhere. Elsewhere this site leaves, which ends the engine with that reason."""
+        if self._dead is not None:
+            return
+        self._dead = EngineStopped("the engine was stopped")
+        if self._link is not None:
+            self._link.tell(None if self.leads else Trouble(Kind.ENDED, "was told to stop"), WORD)
+        self._ranks.end(GRACE)
+        if self._link is not None:
+            self._link.close()
