@@ -77,7 +77,7 @@ class Runner:
         kv_lens = self._exact_lengths(batch) if on_host and batch.num_decodes else batch.kv_lens
         starts = np.zeros(rows + 1, np.int32)
         np.cumsum(queries, out=starts[1:])
-        if batch.decode_tokens == rows:  # one token a row: no flattening to do
+        if batch.num_tokens == rows:  # one token a row: no flattening to do
             token_row = np.arange(rows, dtype=np.int32)
             positions = kv_lens - 1
         else:
