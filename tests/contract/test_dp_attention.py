@@ -176,7 +176,7 @@ def tensor(size: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("parallel", "field", "fix"), [
     ([dp(2)], "parallel.0.use", "tensor"),
-    ([dp(2), tensor(2)], "parallel.0.use", "before it"),
+    ([dp(2), tensor(2)], "parallel.1.use", "in the order tensor, dp_attention"),
     ([tensor(1), dp(1)], "parallel.1.size", "more tensor ranks"),
     ([tensor(4), dp(3)], "parallel.1.size", "size = 4 (one of 1, 2, 4)"),
     ([tensor(2), dp(4)], "parallel.1.size", "size = 2"),
