@@ -123,7 +123,7 @@ def sheet_names() -> list[str]:
 
 def read_sheet(name: str) -> HardwareFacts:
     """Hardware facts from a ready sheet ("8xh200") or a JSON file. FactsError saying what is wrong with it."""
-    path = SHEETS / f"{name}.json"
+    path = SHEETS / f"{name.removesuffix('.json')}.json"
     if not path.is_file():
         path = Path(name).expanduser()
     example = "write the fields of HardwareFacts; core/sheets holds examples"

@@ -51,7 +51,9 @@ def plan(config: Mapping[str, Any], *, source: str = "the configuration", lines:
     reading = _read_model(config.get("model", (contributed or {}).get("model")), plugins, refusals)
     software = plugins.software
     if hardware is not None and "+cpu" in software.packages.get("torch", ""):
-        software = SoftwareFacts(software.python, {k: v for k, v in software.packages.items() if k != "torch"})
+        # NOTE: the other machine has a build of its own; which CUDA it has is not known here.
+        torch = software.packages["torch"].partition("+")[0]
+        software = SoftwareFacts(software.python, {**software.packages, "torch": torch})
     facts = Facts(reading.facts, hardware or this_machine(), software) if reading is not None else None
     defaults = _contributions(plugins, facts, contributed or {})
     parsed = parse(config, plugins, plugins.config_model, defaults, places)

@@ -36,8 +36,9 @@ class Flag:
 
 DTYPES = {"half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32", "bf16": "bfloat16"}
 KV_DTYPES = {**DTYPES, "fp8": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3"}
-ALGORITHMS = {"NEXTN": "nextn", "EAGLE": "eagle", "EAGLE3": "eagle3", "NGRAM": "ngram", "MTP": "nextn",
-              "DEEPSEEK_MTP": "nextn"}
+#: NOTE: published DeepSeek commands say EAGLE for what the NextN layer does
+ALGORITHMS = {"NEXTN": "nextn", "EAGLE": "nextn", "eagle": "nextn", "MTP": "nextn", "DEEPSEEK_MTP": "nextn",
+              "EAGLE3": "eagle3", "NGRAM": "ngram"}
 POLICIES = {"lpm": "longest_prefix", "longest-prefix": "longest_prefix"}
 EXECUTORS = {"mp": "multiprocess", "uni": "inline", "external_launcher": "torchrun"}
 FORMATS = {"dummy": "random", "safetensors": "safetensors"}
@@ -82,7 +83,8 @@ FLAGS: tuple[Flag, ...] = (
     Flag(("--dist-init-addr", "--nccl-init-addr"), "executor.address", "host:port where they meet"),
     Flag(("--distributed-executor-backend",), "executor.use", "multiprocess (mp), torchrun, ray", values=EXECUTORS),
     # speculation
-    Flag(("--speculative-algorithm", "--speculative-algo"), "speculative.use", "nextn, eagle, ...", values=ALGORITHMS),
+    Flag(("--speculative-algorithm", "--speculative-algo"), "speculative.use", "nextn (EAGLE means the same), ...",
+         values=ALGORITHMS),
     Flag(("--speculative-draft-model-path", "--speculative-draft"), "speculative.draft_model", "folder of the draft"),
     Flag(("--speculative-num-steps",), "speculative.steps", "tokens drafted one after the other", int),
     Flag(("--speculative-eagle-topk",), "speculative.topk", "branches of each drafted token", int),

@@ -24,6 +24,7 @@ from glowplug.core.plan import Decision, EnginePlan
 from glowplug.core.plugins import PluginSet, load_plugins
 from glowplug.core.resolve import plan as make_plan
 from glowplug.entrypoints.flag_table import FLAGS, MOOT, Flag
+from glowplug.entrypoints.parallel_flags import arrange
 
 _ITEM = re.compile(r"(\w+)\[([\w*]+)\]\.(\w+)")
 
@@ -148,6 +149,7 @@ def read_command_line(args: argparse.Namespace, plugins: PluginSet | None = None
     layer, notes = command_line_layer(getattr(args, "engine_flags", []), args.overrides)
     if args.config:
         layer = merge(layer, read_config(Path(args.config), plugins))
+    notes += arrange(layer, getattr(args, "engine_flags", []))
     hardware = None
     if args.facts:
         try:
