@@ -52,7 +52,8 @@ class ParallelStack:
         for strategy in reversed(self.strategies):
             exchange = strategy.expert_exchange(name, experts)
             if exchange is not None:
-                self._exchanges[name] = exchange
+                # NOTE: a draft from a folder of its own may have a layer of the same name
+                self._exchanges[f"{name} (draft)" if name in self._exchanges else name] = exchange
                 return exchange
         return None
 

@@ -97,7 +97,7 @@ class RankBuilder:
         self._warm_up(runner, context.parallel)
         return Engine(scheduler=scheduler, runner=runner, parallel=context.parallel, collectives=context.collectives,
                       overlap=plan.overlap, clock=self.clock, ranks=self.worker.ranks, leads=self.worker.rank == 0,
-                      observers=self._observers(), controls=self._controls(scheduler),
+                      observers=self._observers(), controls=self._controls(scheduler, context.parallel),
                       closing=[self._stopping, runner.graphs.close, context.collectives.close])
 
     def _behind(self, context: BuildContext) -> BuildContext:
@@ -108,9 +108,9 @@ class RankBuilder:
     def _stopping(self) -> None:
         self.plugins.call_each("worker_stopping", worker=self.worker)
 
-    def _controls(self, scheduler: Scheduler) -> dict[str, ControlHandler]:
+    def _controls(self, scheduler: Scheduler, parallel: ParallelStack) -> dict[str, ControlHandler]:
         profiler = Profiler(self.worker.rank, self.worker.device)
-        return {"info": lambda args: self.info(), "check": lambda args: dict(scheduler.check()),
+        return {"info": lambda args: self.info(parallel), "check": lambda args: dict(scheduler.check()),
                 "profile_start": profiler.start, "profile_stop": profiler.stop}
 
     def _load(self, model: Model, draft: Model | None) -> None:
@@ -155,6 +155,7 @@ class RankBuilder:
         self.report("warmup", 0, 1)
         warm_up(runner, self.plan, parallel.router())
         runner.graphs.capture(runner)
+        parallel.forget_load()
         self.meter.mark("activations")
         self._lap("warmup", started)
 
@@ -165,16 +166,19 @@ class RankBuilder:
     def _lap(self, phase: str, started: float) -> None:
         self.seconds[phase] = time.perf_counter() - started
 
-    def info(self) -> dict[str, Any]:
-        """What /server_info shows of this rank: start-up seconds by phase, planned and measured bytes by line.
+    def info(self, parallel: ParallelStack) -> dict[str, Any]:
+        """What /server_info shows of this rank: start-up seconds by phase, planned and measured bytes by line, and
+        where ranks share the experts how many tokens of this rank's have chosen each, by layer.
 
         On the CPU the KV pool's measured bytes are the touched part of it: untouched pages cost nothing.
         """
         sizes = self.plan.sizes
         memory = {line.name: {"planned": line.bytes, "measured": self.meter.lines.get(line.name)}
                   for line in self.plan.budget}
-        return {"startup_seconds": self.seconds, "kv_bytes": self.kv_bytes, "memory": memory,
+        info = {"startup_seconds": self.seconds, "kv_bytes": self.kv_bytes, "memory": memory,
                 "max_total_num_tokens": (sizes.num_pages - 1) * sizes.page_size}
+        load = parallel.expert_load()
+        return {**info, "expert_load": load} if load else info
 
 
 def make_worker(plan: EnginePlan, rank: int, rendezvous: str = "") -> Worker:

@@ -1,0 +1,245 @@
+"""Whole models with their experts dealt among ranks: logits of one rank, for every layout and exchange."""
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import HashStore
+
+from glowplug.core.batch import Batch, StepShape
+from glowplug.core.build import BuildContext
+from glowplug.core.facts import ModelFacts
+from glowplug.core.mesh import coordinates
+from glowplug.core.parallel_stack import ParallelStack
+from glowplug.core.protocols import Worker
+from glowplug.core.testing.build import Stepper, build_context, build_model, make, plan_for
+from glowplug.core.testing.ranks import RankSet, rank_plan, submit
+from glowplug.core.testing.threads import ThreadOptions
+from glowplug.core.testing.threads_runtime import MEETINGS, Meeting, ThreadCollectives
+from glowplug.plugins.collectives.torch_distributed import GlooOptions
+from glowplug.plugins.collectives.torch_distributed_runtime import Gloo
+from tests.tiny import V3, write_config
+from tests.unit.test_layers import facts_of, random_tensors
+
+MODELS = {"v3": "none", "v2": "none", "v3_fp8": "block_fp8"}
+EXCHANGES = ("all_gather", "all_to_all", "all_to_all_static")
+LAYOUTS: tuple[dict[str, int], ...] = ({"tp": 2, "ep": 2}, {"tp": 4, "ep": 2}, {"tp": 4, "ep": 4})
+GROUPED: tuple[dict[str, int], ...] = (
+    {"tp": 2, "ep": 2, "dp": 2}, {"tp": 4, "ep": 2, "dp": 2}, {"tp": 4, "ep": 4, "dp": 2}, {"tp": 4, "ep": 4, "dp": 4})
+ROWS = 4
+Step = tuple[dict[int, list[int]], int]  #: tokens by row, and how many of the rows decode
+
+
+def cases(layouts: tuple[dict[str, int], ...]) -> list[tuple[dict[str, int], str]]:
+    return [(mesh, exchange) for mesh in layouts for exchange in EXCHANGES
+            if exchange == "all_gather" or mesh["ep"] == mesh["tp"]]
+
+
+def steps() -> list[Step]:
+    """Prompts of uneven lengths, a step with a second chunk beside decoding rows, decoding alone, one row alone."""
+    generator = torch.Generator().manual_seed(9)
+
+    def ids(count: int) -> list[int]:
+        return torch.randint(2, 150, (count,), generator=generator).tolist()
+
+    return [({0: ids(5), 1: ids(1), 2: ids(9)}, 0), ({0: ids(1), 1: ids(1), 2: ids(4), 3: ids(7)}, 2),
+            ({row: ids(1) for row in range(ROWS)}, ROWS), ({2: ids(1)}, 1)]
+
+
+@pytest.fixture(autouse=True)
+def quick_switches() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(before)
+
+
+@cache
+def checkpoint(name: str) -> tuple[ModelFacts, dict[str, Tensor]]:
+    facts = facts_of(name)
+    return facts, random_tensors(facts, MODELS[name])
+
+
+class GroupStepper(Stepper):
+    """Steps its group's rows among groups that agree on the most tokens of any."""
+
+    most = 0
+
+    def _batch(self, chunks: Mapping[int, list[int]], decodes: int) -> Batch:
+        batch = super()._batch(chunks, decodes)
+        batch.agreed = StepShape(batch.mode, ROWS, self.most)
+        return batch
+
+
+def part(step: Step, group: int, groups: int) -> Step:
+    """The rows of a group: row r belongs to group r % groups."""
+    chunks, decodes = step
+    own = {row: ids for row, ids in chunks.items() if row % groups == group}
+    return own, sum(row % groups == group for row in list(chunks)[:decodes])
+
+
+def rank_context(name: str, mesh: Mapping[str, int], rank: int, exchange: str, collectives: Any) -> BuildContext:
+    facts = checkpoint(name)[0]
+    plan = replace(plan_for(facts), mesh=dict(mesh))
+    worker = Worker(rank=rank, ranks=mesh["tp"], device="cpu", dtype=torch.float32,
+                    coordinates=coordinates(rank, mesh), collectives=collectives)
+    sizes = {"tensor": {"size": mesh["tp"]}, "ep_moe": {"size": mesh["ep"], "exchange": exchange},
+             "dp_attention": {"size": mesh.get("dp", 1)}}
+    strategies = [make(f"glowplug.plugins.parallel.{use}", "register_parallel_strategies", plan, worker, **options)
+                  for use, options in sizes.items() if use != "dp_attention" or "dp" in mesh]
+    return build_context(facts, plan, quantization=MODELS[name], worker=worker, collectives=collectives,
+                         parallel=ParallelStack(strategies))
+
+
+def on_ranks(mesh: Mapping[str, int], backend: str, body: Callable[[Any, int], Any]) -> list[Any]:
+    address, store = f"models-{id(body)}", HashStore()
+    MEETINGS[address] = Meeting()
+    plan = replace(plan_for(facts_of("v3")), mesh=dict(mesh))
+
+    def one(rank: int) -> Any:
+        worker = Worker(rank=rank, ranks=mesh["tp"], coordinates=coordinates(rank, mesh), rendezvous=address)
+        held: Any = ThreadCollectives(ThreadOptions(timeout=30), plan, worker) if backend == "threads" \
+            else Gloo(GlooOptions(timeout=30), plan, worker, store)
+        try:
+            return body(held, rank)
+        except BaseException:
+            MEETINGS[address].end()
+            raise
+        finally:
+            held.close()
+
+    with ThreadPoolExecutor(mesh["tp"]) as pool:
+        found = list(pool.map(one, range(mesh["tp"])))
+    del MEETINGS[address]
+    return found
+
+
+@cache
+def alone(name: str) -> tuple[list[dict[int, Tensor]], dict[str, Tensor]]:
+    """One rank: logits of each step by row, and how many tokens chose each expert, by layer."""
+    facts, tensors = checkpoint(name)
+    model, context = build_model(facts, tensors, quantization=MODELS[name])
+    chosen: dict[str, Tensor] = {}
+    for layer in model.layers:  # type: ignore[attr-defined]
+        gate = getattr(layer.feed_forward, "gate", None)
+        if gate is not None:
+            gate.forward = counting(gate, chosen)
+    stepper = Stepper(model, context, rows=ROWS)
+    return [by_row(stepper.logits(*step), step) for step in steps()], chosen
+
+
+def counting(gate: Any, chosen: dict[str, Tensor]) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    forward, name = gate.forward, gate.name.removesuffix(".gate")
+
+    def counted(x: Tensor) -> tuple[Tensor, Tensor]:
+        weights, ids = forward(x)
+        found = torch.bincount(ids.flatten(), minlength=gate.sizes.experts)
+        chosen[name] = chosen.get(name, torch.zeros_like(found)) + found
+        return weights, ids
+
+    return counted
+
+
+def by_row(logits: Tensor, step: Step) -> dict[int, Tensor]:
+    sizes = [len(ids) for ids in step[0].values()]
+    return dict(zip(step[0], torch.split(logits, sizes), strict=True))
+
+
+def run(name: str, mesh: Mapping[str, int], exchange: str, backend: str,
+        ) -> list[tuple[list[dict[int, Tensor]], dict[str, list[int]]]]:
+    """By rank: logits of each step by row, and the load."""
+    groups = mesh.get("dp", 1)
+    checkpoint(name)
+
+    def body(collectives: Any, rank: int) -> tuple[list[dict[int, Tensor]], dict[str, list[int]]]:
+        context = rank_context(name, mesh, rank, exchange, collectives)
+        model, _ = build_model(*checkpoint(name), context=context)
+        stepper = GroupStepper(model, context, rows=ROWS)
+        made = []
+        for step in steps():
+            parts = [part(step, group, groups) for group in range(groups)]
+            stepper.most = max(sum(map(len, chunks.values())) for chunks, _ in parts)
+            own = parts[coordinates(rank, mesh)["dp"]]
+            made.append(by_row(stepper.logits(*own), own))
+        return made, context.parallel.expert_load()
+
+    return on_ranks(mesh, backend, body)
+
+
+def assert_as_alone(name: str, mesh: Mapping[str, int], exchange: str, backend: str) -> None:
+    want, chosen = alone(name)
+    found = run(name, mesh, exchange, backend)
+    heard: list[set[int]] = [set() for _ in want]
+    for made, _ in found:
+        for rows, wanted, seen in zip(made, want, heard, strict=True):
+            seen.update(rows)
+            for row, logits in rows.items():
+                torch.testing.assert_close(logits, wanted[row], atol=1e-5, rtol=1e-5)
+    assert heard == [set(step[0]) for step in steps()]
+    for layer, counts in chosen.items():
+        assert [sum(column) for column in zip(*(load[layer] for _, load in found), strict=True)] == counts.tolist()
+    assert all(set(load) == set(chosen) for _, load in found) and chosen
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("mesh", "exchange"), cases(LAYOUTS), ids=str)
+def test_every_rank_has_the_logits_of_one(name: str, mesh: dict[str, int], exchange: str) -> None:
+    assert_as_alone(name, mesh, exchange, "threads")
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("mesh", "exchange"), cases(GROUPED), ids=str)
+def test_groups_with_rows_of_their_own(name: str, mesh: dict[str, int], exchange: str) -> None:
+    """Uneven groups, one of them without work in the last step."""
+    assert_as_alone(name, mesh, exchange, "threads")
+
+
+@pytest.mark.parametrize(("mesh", "exchange"), cases(({"tp": 4, "ep": 4, "dp": 2}, {"tp": 2, "ep": 2})), ids=str)
+def test_over_gloo(mesh: dict[str, int], exchange: str) -> None:
+    assert_as_alone("v3", mesh, exchange, "gloo")
+
+
+def test_a_rank_reads_its_own_experts_only() -> None:
+    """And says of the others that they are elsewhere."""
+    def body(collectives: Any, rank: int) -> tuple[set[str], list[bool]]:
+        context = rank_context("v3", {"tp": 4, "ep": 4}, rank, "all_gather", collectives)
+        model, _ = build_model(*checkpoint("v3"), context=context)
+        names = [f"model.layers.1.mlp.experts.{expert}.up_proj.weight" for expert in range(8)]
+        return {target.name for target in model.targets()} & set(names), [model.ignored(name) for name in names]
+
+    for rank, (read, ignored) in enumerate(on_ranks({"tp": 4, "ep": 4}, "threads", body)):
+        own = (2 * rank, 2 * rank + 1)
+        assert read == {f"model.layers.1.mlp.experts.{expert}.up_proj.weight" for expert in own}
+        assert ignored == [expert not in own for expert in range(8)]
+
+
+@pytest.mark.parametrize("dp", [0, 2])
+@pytest.mark.parametrize("counted", [True, False])
+def test_info_shows_the_load_of_what_was_served(tmp_path: Path, dp: int, counted: bool) -> None:
+    """Warm-up is not counted: every token computed since then chose its experts once, over all ranks together."""
+    parallel: list[dict[str, Any]] = [{"use": "tensor", "size": 4}, {"use": "ep_moe", "size": 4, "count_load": counted}]
+    parallel += [{"use": "dp_attention", "size": dp}] if dp else []
+    config = {"model": str(write_config(tmp_path / "v3", "v3")), "skip_tokenizer": True, "dtype": "float32",
+              "device": "cpu", "context_length": 64, "memory": {"kv_tokens": 512}, "weights": {"use": "random"},
+              "scheduler": {"overlap": False, "max_running_requests": 4}, "cache": {"use": "none"},
+              "parallel": parallel}
+    prompts = {1: [5, 6, 7], 2: [9], 3: [4, 8, 15, 16, 23, 42, 7]}
+    with RankSet(rank_plan(config)) as ranks:
+        ranks.run([submit(id, prompt, 6) for id, prompt in prompts.items()])
+        info = ranks.control("info").data
+    if not counted:
+        assert all("expert_load" not in rank for rank in info["ranks"])
+        return
+    loads = [rank["expert_load"] for rank in info["ranks"]]
+    assert set(loads[0]) == {"model.layers.1.mlp", "model.layers.2.mlp"}
+    computed = sum(len(prompt) + 6 - 1 for prompt in prompts.values())
+    for layer in loads[0]:
+        assert sum(sum(load[layer]) for load in loads) == computed * V3["num_experts_per_tok"]
