@@ -1,0 +1,225 @@
+"""Ranks that share every layer compute what one rank does, read their own slices only, and load without one another."""
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from glowplug.core.build import BuildContext
+from glowplug.core.errors import CollectiveError, WeightError
+from glowplug.core.facts import ModelFacts
+from glowplug.core.loading import load_model
+from glowplug.core.plan import EnginePlan
+from glowplug.core.plugins import PluginSet, load_plugins
+from glowplug.core.protocols import Model, WeightTarget
+from glowplug.core.testing.build import DictSource, Stepper
+from glowplug.core.testing.ranks import THREADS, RankSet, rank_plan, run_ranks, submit
+from glowplug.core.worker import build_context, make_worker
+from tests.tiny import write_config
+from tests.unit.test_layers import random_tensors
+
+#: uneven everywhere: 157 tokens are three slices of 40 and one of 37
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "v2": ("v2", {"vocab_size": 157}),
+    "v3": ("v3", {"vocab_size": 157, "attention_bias": True}),
+    "v3 in FP8": ("v3_fp8", {"vocab_size": 157, "n_shared_experts": 2}),
+    "llama, tied, two key heads": ("llama", {"vocab_size": 157}),
+    "llama with biases and a head of its own": ("llama", {
+        "vocab_size": 157, "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True,
+        "num_key_value_heads": 4}),
+    "llama with one key head": ("llama", {"num_key_value_heads": 1}),
+}
+
+
+@pytest.fixture(scope="module")
+def plugins() -> PluginSet:
+    return load_plugins([THREADS], entry_points=False)
+
+
+@pytest.fixture(autouse=True)
+def quick_switches() -> Iterator[None]:
+    """Threads that wait for one another need the interpreter sooner than every 5 ms."""
+    before, threads = sys.getswitchinterval(), torch.get_num_threads()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(before)
+    torch.set_num_threads(threads)
+
+
+def config_of(folder: Path, size: int, **more: Any) -> dict[str, Any]:
+    collectives = {"use": "gloo", "timeout": 30} if size > 1 else {"use": "local"}
+    return {"model": str(folder), "weights": {"use": "random"}, "context_length": 256,
+            "parallel": [{"use": "tensor", "size": size}], "collectives": collectives, **more}
+
+
+@dataclass
+class CountingSource(DictSource):
+    """Counts the bytes of every slice it hands out, by tensor name."""
+
+    tensors: dict[str, Tensor]
+    read_names: list[str] = field(default_factory=list)
+    read_bytes: dict[str, int] = field(default_factory=dict)
+
+    def read(self, target: WeightTarget) -> Tensor:
+        value = super().read(target)
+        self.read_bytes[target.name] = value.numel() * value.element_size()
+        return value
+
+
+def build(plan: EnginePlan, plugins: PluginSet, rank: int, meeting: str) -> tuple[Model, BuildContext]:
+    """One rank's model, empty, over real process groups."""
+    torch.set_num_threads(1)
+    worker = make_worker(plan, rank, meeting)
+    context = build_context(plan, plugins, worker)
+    return plugins.build(plan.choice("model"), plan, worker).build(context), context
+
+
+def on_ranks(plan: EnginePlan, plugins: PluginSet, folder: Path, work: Callable[[Model, BuildContext], Any]) -> list[Any]:
+    """``work`` of every rank, in a thread each; its collectives closed behind it."""
+    meeting = f"file://{folder}/ranks-{plan.ranks}"
+
+    def one(rank: int) -> Any:
+        model, context = build(plan, plugins, rank, meeting)
+        try:
+            return work(model, context)
+        finally:
+            context.collectives.close()
+
+    with ThreadPoolExecutor(plan.ranks) as pool:
+        return list(pool.map(one, range(plan.ranks)))
+
+
+def checkpoint(facts: ModelFacts) -> dict[str, Tensor]:
+    return random_tensors(facts, "block_fp8" if facts.quant_method == "fp8" else "none")
+
+
+def steps(model: Model, context: BuildContext) -> Tensor:
+    """Logits of two prompts, of a mixed step and of two that decode: [13, V]."""
+    stepper = Stepper(model, context)
+    found = [stepper.logits({0: [3, 1, 4, 1, 5, 9], 1: [2, 6]}), stepper.logits({1: [5], 2: [8, 9]}, decodes=1),
+             stepper.logits({0: [5], 1: [3]}, decodes=2)]
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_compute_the_logits_of_one(case: str, tmp_path: Path, plugins: PluginSet) -> None:
+    name, changes = CASES[case]
+    folder = write_config(tmp_path, name, **changes)
+    tensors: dict[str, Tensor] = {}
+    found: dict[int, list[Tensor]] = {}
+
+    def work(model: Model, context: BuildContext) -> Tensor:
+        load_model(model, DictSource(tensors), context.facts)
+        return steps(model, context)
+
+    for size in (1, 2, 4):
+        plan = rank_plan(config_of(folder, size), plugins)
+        assert plan.ranks == size
+        tensors = tensors or checkpoint(plan.facts.model)
+        found[size] = on_ranks(plan, plugins, tmp_path, work)
+    wanted = found[1][0]
+    assert wanted.shape == (13, plan.facts.model.vocab_size) and wanted.std() > 0.01
+    for size in (2, 4):
+        for got in found[size]:
+            torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
+            assert torch.equal(got, found[size][0]), "ranks sample from the same bits"
+
+
+REPLICATED = ("layernorm", "norm.weight", ".gate.", "q_a_proj", "kv_a_proj", "o_proj.bias", "down_proj.bias")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_reads_its_slices_only(case: str, tmp_path: Path, plugins: PluginSet) -> None:
+    """What is split is read once over all ranks together (key heads as often as ranks share them)."""
+    name, changes = CASES[case]
+    plan = rank_plan(config_of(write_config(tmp_path, name, **changes), 4), plugins)
+    facts = plan.facts.model
+    tensors = checkpoint(facts)
+
+    def work(model: Model, context: BuildContext) -> dict[str, int]:
+        source = CountingSource(tensors)
+        load_model(model, source, facts)
+        return source.read_bytes
+
+    read = on_ranks(plan, plugins, tmp_path, work)
+    for tensor, value in tensors.items():
+        total = value.numel() * value.element_size()
+        times = 4 if any(part in tensor for part in REPLICATED) else 1
+        if "k_proj" in tensor or "v_proj" in tensor:
+            times = 4 // min(4, facts.num_kv_heads)
+        if tensor.endswith("_scale_inv"):  # a block's scale is read by every rank that holds some of the block
+            assert sum(rank[tensor] for rank in read) <= 4 * total
+        else:
+            assert sum(rank[tensor] for rank in read) == times * total, tensor
+
+
+def test_an_online_quantization_reads_whole_blocks_of_its_slice(tmp_path: Path, plugins: PluginSet) -> None:
+    """And quantises them as one rank does: blocks are those of the checkpoint's matrix."""
+    folder = write_config(tmp_path, "v3", hidden_size=256, intermediate_size=1024, num_hidden_layers=1)
+    found: dict[int, list[Tensor]] = {}
+    tensors: dict[str, Tensor] = {}
+    read: list[dict[str, int]] = []
+
+    def work(model: Model, context: BuildContext) -> Tensor:
+        source = CountingSource(tensors)
+        load_model(model, source, context.facts)
+        read.append(source.read_bytes)
+        return steps(model, context)
+
+    for size in (1, 2):
+        plan = rank_plan(config_of(folder, size, quantization={"use": "block_fp8", "activations": "none"}), plugins)
+        tensors = tensors or random_tensors(plan.facts.model, "none")
+        found[size] = on_ranks(plan, plugins, tmp_path, work)
+    torch.testing.assert_close(found[2][0], found[1][0], atol=1e-5, rtol=0)
+    gate = "model.layers.0.mlp.gate_proj.weight"
+    assert [rank[gate] for rank in read] == [tensors[gate].numel() * 4 // size for size in (1, 2, 2)]
+
+
+def test_loading_waits_for_nobody(tmp_path: Path, plugins: PluginSet) -> None:
+    """Rank 1 begins only when the others have loaded, and fails: they notice at their first step, and at once."""
+    plan = rank_plan(config_of(write_config(tmp_path, "v3"), 4), plugins)
+    tensors = checkpoint(plan.facts.model)
+    loaded, everyone_else = threading.Semaphore(0), 3
+
+    class Truncated(DictSource):
+        def read(self, target: WeightTarget) -> Tensor:
+            raise WeightError("model.safetensors: file is truncated")
+
+    def work(model: Model, context: BuildContext) -> str:
+        late = context.worker.rank == 1
+        for _ in range(everyone_else if late else 0):
+            assert loaded.acquire(timeout=20), "a rank waits for another one to load"
+        try:
+            load_model(model, (Truncated if late else DictSource)(tensors), context.facts)
+            loaded.release()
+            steps(model, context)
+        except (WeightError, CollectiveError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "no error"
+
+    found = on_ranks(plan, plugins, tmp_path, work)
+    assert found[1] == "WeightError: model.safetensors: file is truncated"
+    for rank in (0, 2, 3):
+        assert found[rank].startswith(f"CollectiveError: all_reduce over tp failed on rank {rank} of 4"), found[rank]
+
+
+def test_a_whole_engine_over_process_groups(tmp_path: Path, plugins: PluginSet) -> None:
+    """Greedy tokens of two ranks over gloo, of four in memory, and of ``tensor`` with one rank."""
+    folder = write_config(tmp_path, "v3")
+    requests = [submit(1, [5, 6, 7] * 9, 12), submit(2, [9], 5), submit(3, list(range(40)), 20)]
+    small = {"scheduler": {"chunk_size": 16}, "attention": {"page_size": 4}}
+    alone = run_ranks(config_of(folder, 1, **small), requests, plugins)
+    assert [len(alone[id].tokens) for id in (1, 2, 3)] == [12, 5, 20]
+    for config in (config_of(folder, 2, **small), {**config_of(folder, 4, **small), "collectives": {"use": "threads"}}):
+        with RankSet(rank_plan(config, plugins), plugins) as ranks:
+            heard = ranks.run(requests)
+            ranks.check_idle()
+        assert {id: heard[id].tokens for id in heard} == {id: alone[id].tokens for id in alone}
