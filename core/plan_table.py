@@ -6,7 +6,8 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from glowplug.core.plan import EnginePlan
+from glowplug.core.layout_table import layout_rows, total_rows
+from glowplug.core.plan import BudgetLine, EnginePlan
 from glowplug.core.sizing import human
 
 HEADER = ("what", "choice", "by", "why", "bytes")
@@ -21,18 +22,24 @@ def render(plan: EnginePlan, width: int | None = None) -> str:
     if model.n_routed_experts:
         kind += f", {model.n_routed_experts} experts"
     ranks = f"{plan.ranks} rank" + ("s" if plan.ranks > 1 else "")
+    if plan.hosts > 1:
+        ranks += f" over {plan.hosts} hosts"
     where = f"{ranks} on {plan.facts.hardware.name} ({plan.device})"
     head = f"{plan.model}: {kind}; {where}; fingerprint {plan.fingerprint}"
     return "\n".join([*textwrap.wrap(head, width), *table([HEADER, *rows(plan)], width)])
 
 
 def rows(plan: EnginePlan) -> list[tuple[str, str, str, str, str]]:
-    """One row a decision, then one a line of the byte budget."""
+    """One row a decision, then the layout of several ranks, then one row a line of the byte budget."""
     found = [(decision.field, shown(decision.value), decision.by.rpartition(".")[2], decision.why, "")
              for decision in plan.decisions]
-    total = sum(line.bytes for line in plan.budget)
-    found += [(f"memory: {line.name}", "", "size", line.how, human(line.bytes)) for line in plan.budget]
-    return [*found, ("memory: total", "", "size", "on each rank", human(total))]
+    found += layout_rows(plan)
+    found += [(f"memory: {line.name}", "", "size", line.how + _spread(line), human(line.bytes)) for line in plan.budget]
+    return [*found, *((name, "", "size", why, human(total)) for name, why, total in total_rows(plan))]
+
+
+def _spread(line: BudgetLine) -> str:
+    return f" ({human(min(line.ranks))} on the lightest)" if line.ranks else ""
 
 
 def shown(value: Any) -> str:

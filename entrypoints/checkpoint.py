@@ -14,6 +14,8 @@ from typing import Any
 from glowplug.core.errors import GlowplugError
 
 BYTES, NONE = "bytes", "none"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+                   "generation_config.json")
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 

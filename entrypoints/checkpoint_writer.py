@@ -24,10 +24,7 @@ from glowplug.core.resolve import plan as make_plan
 from glowplug.core.safetensors_header import INDEX_NAME
 from glowplug.core.worker import build_context
 from glowplug.entrypoints.byte_tokenizer import TOKENS, write_byte_tokenizer
-from glowplug.entrypoints.checkpoint import BYTES, NONE
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-                   "generation_config.json")
+from glowplug.entrypoints.checkpoint import BYTES, NONE, TOKENIZER_FILES
 
 
 def write_random(out: Path, config: dict[str, Any], *, seed: int, shard_bytes: int, tokenizer: str) -> int:

@@ -29,6 +29,8 @@ COMMANDS: dict[str, Command] = {
     "plugins": Command("glowplug.entrypoints.commands.plugins", "list plugins and what they register"),
     "schema": Command("glowplug.entrypoints.commands.schema", "JSON Schema of the configuration, for editors"),
     "bench": Command("glowplug.entrypoints.bench", "benchmarks: one-batch, serving, ..."),
+    "export-nextn": Command("glowplug.entrypoints.commands.export_nextn",
+                            "write a checkpoint's next-token layer as a draft folder"),
     "checkpoint": Command("glowplug.entrypoints.checkpoint", "make and inspect checkpoints"),
     "version": Command("glowplug.entrypoints.commands.version", "print the version"),
 }
@@ -61,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def usage() -> str:
     lines = ["usage: glowplug COMMAND [options]", ""]
-    lines += [f"  {name:<11} {command.help}" for name, command in COMMANDS.items()]
+    lines += [f"  {name:<13} {command.help}" for name, command in COMMANDS.items()]
     return "\n".join([*lines, "", "glowplug COMMAND --help shows a command's options."])
 
 
