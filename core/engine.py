@@ -90,7 +90,17 @@ class Engine:
 
         NOTE: ranks launch together or not at all, so that this rank's step in flight stands for the others'.
         """
-        if self._inflight is not None or self._load:
+        return self._inflight is None and not self._load and self._quiet
+
+    @property
+    def _launched(self) -> bool:
+        """A step of this group is in flight; one that it only joined does not count."""
+        return self._inflight is not None and self._inflight.batch.mode is not Mode.IDLE
+
+    @property
+    def _quiet(self) -> bool:
+        """This group has nothing launched and nothing to schedule."""
+        if self._launched:
             return False
         load = self.scheduler.load()
         return load.running == 0 and load.waiting == 0
@@ -156,8 +166,7 @@ class Engine:
 
     def _flush(self, args: dict[str, Any]) -> dict[str, Any]:
         """All ranks or none: a group that is busy refuses for every other."""
-        launched = self._inflight is not None and self._inflight.batch.mode is not Mode.IDLE
-        still = not launched and self.scheduler.load().running == 0
+        still = not self._launched and self.scheduler.load().running == 0
         if not self.controls.everywhere(still) or not self.scheduler.flush():
             raise RequestError("requests are running; the cache can be flushed only when idle")
         return {}
@@ -219,7 +228,7 @@ class Engine:
 
     def _attach_stats(self, outputs: list[Outbound]) -> None:
         now = time.monotonic()
-        busy = not self.idle
+        busy = not self._quiet
         turned_idle = self._was_busy and not busy
         self._was_busy = busy
         if not busy:

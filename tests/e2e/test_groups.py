@@ -123,6 +123,7 @@ def test_a_group_without_work_steps_with_the_busy_one(tmp_path: Path, plugins: P
         for asked in mix()[:3]:
             ranks.run([asked])
         assert tokens(ranks.heard) == {id: alone[id] for id in (1, 2, 3)}
+        assert ranks.stats[0].finished == 3 and ranks.stats[0].running == 0
         assert set(modes[1]) == {Mode.IDLE} and len(modes[1]) == len(modes[0])
         assert ranks.stats[1].steps == ranks.stats[1].step_seconds == 0 and ranks.stats[0].step_seconds > 0
 
@@ -175,8 +176,10 @@ def test_idle_groups_say_nothing_while_others_work(tmp_path: Path, plugins: Plug
     monkeypatch.setattr("glowplug.core.engine.STATS_EVERY", 1e9)
     with engine(tmp_path, plugins, 2, 2) as ranks:
         ranks.turn()
-        made = [ranks.turn([submit(1, [5], 12)] if not turn else [])[1] for turn in range(8)]
-        assert made == [[]] * 8
+        said = [ranks.turn([submit(1, [5], 12)] if not turn else []) for turn in range(14)]
+        assert [made for _, made in said] == [[]] * 14
+        (last,) = next(made for made, _ in said if any(output.finished for output in made))
+        assert last.stats and last.stats.finished == 1, "statistics come with the last token, not after it"
 
 
 # ---- ends, refusals, controls ---------------------------------------------------------------------------------------
