@@ -1,6 +1,7 @@
-"""The strategy and the collectives of one rank."""
+"""Strategies of one rank and of several; the collectives of one."""
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +13,29 @@ from glowplug.plugins.collectives.local import LocalOptions
 from glowplug.plugins.collectives.local_runtime import Local
 from glowplug.plugins.parallel.single import SingleOptions
 from glowplug.plugins.parallel.single_runtime import Single
+from glowplug.plugins.parallel.tensor import TensorOptions
+from glowplug.plugins.parallel.tensor_runtime import TensorParallel
 
 
 class TestSingle(ParallelSuite):
     def make(self, rank: int) -> Single:
         return Single(SingleOptions(), bare_plan(), Worker(rank=rank))
+
+
+class TestTwoTensorRanks(ParallelSuite):
+    ranks = 2
+
+    def make(self, rank: int) -> TensorParallel:
+        plan = replace(bare_plan(), mesh={"tp": self.ranks})
+        return TensorParallel(TensorOptions(size=self.ranks), plan, Worker(rank=rank, ranks=self.ranks))
+
+
+class TestFourTensorRanks(TestTwoTensorRanks):
+    ranks = 4
+
+
+class TestOneTensorRank(TestTwoTensorRanks):
+    ranks = 1
 
 
 class TestLocal(CollectivesSuite):
