@@ -46,6 +46,10 @@ def first_cause(troubles: Iterable[Trouble]) -> Trouble:
     return min(troubles, key=lambda trouble: trouble.kind)
 
 
+def silence(rank: int, phase: str, seconds: float) -> Trouble:
+    return Trouble(Kind.SILENT, f"rank {rank} has been silent for {seconds:.0f} s (phase {phase})")
+
+
 @dataclass
 class _Seen:
     heard: float
@@ -76,6 +80,12 @@ class Watch:
     @property
     def phases(self) -> dict[int, str]:
         return {rank: seen.phase for rank, seen in self._seen.items()}
+
+    @property
+    def states(self) -> dict[int, tuple[str, float]]:
+        """Phase of each rank, and seconds since it was heard."""
+        now = self.clock()
+        return {rank: (seen.phase, now - seen.heard) for rank, seen in self._seen.items()}
 
     def heard(self, rank: int, messages: Iterable[Outbound]) -> None:
         """``rank`` lives, and says this."""
@@ -108,5 +118,4 @@ class Watch:
                  and now - seen.heard > (max(limit, SPAWN) if seen.phase == SPAWNING else limit)]
         for heard, rank in sorted(quiet):
             self._seen[rank].gone = True
-            self.troubles.append(Trouble(Kind.SILENT, f"rank {rank} has been silent for {now - heard:.0f} s "
-                                                      f"(phase {self.phase(rank)})"))
+            self.troubles.append(silence(rank, self.phase(rank), now - heard))

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from multiprocessing import Pipe
 from queue import Empty, SimpleQueue
 
@@ -20,7 +21,7 @@ import msgspec
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from glowplug.core.errors import EngineDead
-from glowplug.plugins.executors.blame import BEAT, Kind, Trouble
+from glowplug.plugins.executors.blame import BEAT, Kind, Trouble, silence
 from glowplug.plugins.executors.site import Site
 
 POLL = 0.05  #: seconds between looks for sites that have not come
@@ -28,10 +29,13 @@ FOREVER = timedelta(days=365)
 
 
 class Beat(msgspec.Struct, array_like=True):
-    """What a site says every BEAT seconds. ``phases`` of its ranks; ``leaving``: the engine was told to stop."""
+    """What a site says every BEAT seconds. ``ranks``: phase and seconds of silence of each of its own.
+
+    ``leaving``: the engine was told to stop.
+    """
 
     count: int = 0
-    phases: dict[int, str] = {}
+    ranks: dict[int, tuple[str, float]] = {}
     trouble: Trouble | None = None
     leaving: bool = False
 
@@ -42,15 +46,15 @@ class HostLink:
     Args:
         site: this one.
         limit: seconds of silence after which another site counts as gone.
-        phases: of this site's ranks.
+        states: phase and seconds of silence of each of this site's ranks.
 
     Attributes:
         wake: readable when another site's frame has come.
         frames: from other sites' ranks, for the front; on site 0.
     """
 
-    def __init__(self, site: Site, limit: float, phases: Callable[[], dict[int, str]]) -> None:
-        self.site, self.limit, self._phases = site, limit, phases
+    def __init__(self, site: Site, limit: float, states: Callable[[], dict[int, tuple[str, float]]]) -> None:
+        self.site, self.limit, self._states = site, limit, states
         self.wake, self._waker = Pipe(duplex=False)
         self.frames: SimpleQueue[bytes] = SimpleQueue()
         self._held: list[Store] = []
@@ -73,14 +77,12 @@ class HostLink:
 
     def _connect(self, timeout: float, serves: bool) -> tuple[Store, TCPStore]:
         site = self.site
-        listener = _listener(site.host, site.port) if serves else None
-        port = listener.getsockname()[1] if listener else site.port
         try:
-            found = TCPStore(site.host, port, None, serves, timedelta(seconds=timeout), wait_for_workers=False,
-                             master_listen_fd=listener.detach() if listener else None)
+            found = hold_store(site.host, site.port, timeout) if serves else TCPStore(
+                site.host, site.port, None, False, timedelta(seconds=timeout), wait_for_workers=False)
         except (RuntimeError, OSError) as error:
-            raise EngineDead(f"{site.name(site.index)} could not reach {site.name(0)} at {site.host}:{site.port} within "
-                             f"{timeout:.0f} s: {_line(error)}") from error
+            raise EngineDead(f"{site.name(site.index)} could not reach {site.name(0)} at {site.host}:{site.port} "
+                             f"within {timeout:.0f} s: {_line(error)}") from error
         return PrefixStore(f"sites {site.prefix}", found), found
 
     def meet(self, identity: bytes, timeout: float) -> list[bytes]:
@@ -93,7 +95,8 @@ class HostLink:
             while missing := [one for one in missing if not self._store.check([f"identity {one}"])]:
                 if time.monotonic() > deadline or self._closed.is_set():
                     names = ", ".join(map(self.site.name, missing))
-                    raise EngineDead(f"{names} did not come to {self.site.host}:{self.site.port} within {timeout:.0f} s")
+                    place = f"{self.site.host}:{self.site.port}"
+                    raise EngineDead(f"{names} did not come to {place} within {timeout:.0f} s")
                 time.sleep(POLL)
             found = [bytes(self._store.get(f"identity {one}")) for one in range(self.site.count)]
             self._leave_together(deadline)
@@ -117,7 +120,7 @@ class HostLink:
             self._thread("glowplug-outputs", self._send_forever)
         else:
             for other in self._heard:
-                self._thread(f"glowplug-outputs-{other}", lambda other=other: self._receive_forever(other))
+                self._thread(f"glowplug-outputs-{other}", partial(self._receive_forever, other))
 
     def _thread(self, name: str, run: Callable[[], None]) -> None:
         threading.Thread(target=run, daemon=True, name=name).start()
@@ -131,7 +134,7 @@ class HostLink:
                 urgent = self._urgent.is_set()
                 self._urgent.clear()
                 self._said.count += 1
-                self._said.phases = self._phases()
+                self._said.ranks = self._states()
                 self._store.set(f"beat {me}", msgspec.msgpack.encode(self._said))
                 if urgent:
                     self._told.set()
@@ -152,7 +155,7 @@ class HostLink:
 
     def phases(self) -> dict[int, str]:
         """Of the ranks of other sites, as last heard."""
-        return {rank: phase for beat in list(self._beats.values()) for rank, phase in beat.phases.items()}
+        return {rank: phase for beat in list(self._beats.values()) for rank, (phase, _) in beat.ranks.items()}
 
     def leaving(self) -> bool:
         """The front's site has said that the engine stops."""
@@ -171,8 +174,16 @@ class HostLink:
                 found.append(Trouble(Kind.SILENT, f"{name(other)} {_unheard(now - heard)}{self._phase_of(other)}"))
         return found
 
+    def quiet(self, limit: float) -> list[Trouble]:
+        """Sites and ranks of theirs that have not been heard for ``limit`` seconds."""
+        found = self.look(limit)
+        for other, beat in list(self._beats.items()):
+            found += [named(silence(rank, phase, seconds), self.site.name(other))
+                      for rank, (phase, seconds) in beat.ranks.items() if seconds > limit]
+        return found
+
     def _phase_of(self, other: int) -> str:
-        phases = sorted(set(self._beats.get(other, Beat()).phases.values()))
+        phases = sorted({phase for phase, _ in self._beats.get(other, Beat()).ranks.values()})
         return f" (phase {', '.join(phases)})" if phases else ""
 
     def tell(self, trouble: Trouble | None, wait: float) -> None:
@@ -180,8 +191,7 @@ class HostLink:
         if trouble is None:
             self._said.leaving = True
         else:
-            self._said.trouble = Trouble(trouble.kind, f"{self.site.name(self.site.index)}: {trouble.text}",
-                                         trouble.traceback)
+            self._said.trouble = named(trouble, self.site.name(self.site.index))
         self._urgent.set()
         self._told.wait(wait)
 
@@ -192,7 +202,7 @@ class HostLink:
         with contextlib.suppress(OSError):
             self._waker.close()
 
-    # ---- outputs of leaders on other hosts ----------------------------------------------------------------------------
+    # ---- outputs of leaders on other hosts --------------------------------------------------------------------------
 
     def forward(self, frame: bytes) -> None:
         """To the front, in order. From any thread."""
@@ -226,6 +236,11 @@ class HostLink:
         return found
 
 
+def named(trouble: Trouble, site: str) -> Trouble:
+    """With the name of the site that it happened on."""
+    return Trouble(trouble.kind, f"{site}: {trouble.text}", trouble.traceback)
+
+
 def _unheard(seconds: float) -> str:
     return f"has not been heard of for {seconds:.0f} s"
 
@@ -233,6 +248,14 @@ def _unheard(seconds: float) -> str:
 def _line(error: BaseException) -> str:
     """The first line of what torch says, without its C++ stack."""
     return str(error).partition("\n")[0].partition(" Exception raised from")[0]
+
+
+def hold_store(host: str, port: int, timeout: float) -> TCPStore:
+    """The store that others meet at, in this process; port 0: a free one. EngineDead when the port is taken."""
+    listener = _listener(host, port)
+    port = listener.getsockname()[1]
+    return TCPStore(host, port, None, True, timedelta(seconds=timeout), wait_for_workers=False,
+                    master_listen_fd=listener.detach())
 
 
 def _listener(host: str, port: int) -> socket.socket:

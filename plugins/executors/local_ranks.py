@@ -77,7 +77,7 @@ class LocalRanks:
             return []
         messages = decode_outbound(frame)
         self.watch.heard(rank, messages)
-        return [frame] if any(_for_front(message) for message in messages) else []
+        return [frame] if any(for_front(message) for message in messages) else []
 
     def settle(self) -> Trouble:
         """Reads on for a moment after the first trouble, and names its cause."""
@@ -104,7 +104,7 @@ class LocalRanks:
             process.join(GRACE)
 
 
-def _for_front(message: Outbound) -> bool:
+def for_front(message: Outbound) -> bool:
     """All but failures, which the executor reports, and bare heartbeats; rank 0's show the front that it lives."""
     if isinstance(message, Progress):
         return message.rank == 0 or message.total > 0

@@ -54,7 +54,7 @@ class TorchrunExecutor:
         from glowplug.plugins.executors.host_link import HostLink
 
         deadline = time.monotonic() + self.options.start_timeout
-        link = HostLink(self._site, SHARE * self._timeout, lambda: self._ranks.watch.phases)
+        link = HostLink(self._site, SHARE * self._timeout, lambda: self._ranks.watch.states)
         self._site = link.open(self.options.start_timeout)
         found = link.meet(identity(plan), deadline - time.monotonic())
         refusals = differences(found, [self._site.name(one) for one in range(self._site.count)])
@@ -118,7 +118,7 @@ class TorchrunExecutor:
             kind = first_cause(troubles).kind
             if kind == Kind.CONSEQUENCE and waited > QUIET:
                 self._ranks.watch.look(QUIET)
-                troubles = [*self._ranks.watch.troubles, *link.look(QUIET)]
+                troubles = [*self._ranks.watch.troubles, *link.quiet(QUIET)]
                 kind = first_cause(troubles).kind
             if kind == Kind.ENDED or waited > (PATIENCE if kind == Kind.CONSEQUENCE else SETTLE):
                 return first_cause(troubles)
@@ -139,7 +139,7 @@ class TorchrunExecutor:
         raise error
 
     def stop(self) -> None:
-        """On site 0: the engine ends, everywhere. Elsewhere this site leaves, which ends the engine with that reason."""
+        """On site 0: the engine ends, everywhere. Elsewhere this site leaves, and the engine ends for that reason."""
         if self._dead is not None:
             return
         self._dead = EngineStopped("the engine was stopped")

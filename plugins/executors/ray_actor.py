@@ -1,0 +1,103 @@
+"""The actor of one rank: the rank's loop in a thread, frames in and out as bytes."""
+from __future__ import annotations
+
+import os
+import threading
+import time
+from queue import Empty, SimpleQueue
+
+import msgspec
+
+from glowplug.core.plan import EnginePlan
+from glowplug.plugins.executors.agreement import identity
+from glowplug.plugins.executors.blame import BEAT
+from glowplug.plugins.executors.rank_process import run_rank
+
+FAILED_EXIT = 1
+
+
+class Queues:
+    """The rank's end of the way to its executor, as a pair of queues."""
+
+    def __init__(self) -> None:
+        self._inbox: SimpleQueue[bytes] = SimpleQueue()
+        self._next: bytes | None = None
+        self.outbox: SimpleQueue[bytes] = SimpleQueue()
+        self.closed = False
+
+    def put(self, data: bytes) -> None:
+        self._inbox.put(data)
+
+    def close(self) -> None:
+        self.closed = True
+        self._inbox.put(b"")
+
+    def send_bytes(self, data: bytes) -> None:
+        self.outbox.put(data)
+
+    def poll(self, timeout: float) -> bool:
+        """EOFError once it is closed and empty."""
+        if self._next is None:
+            try:
+                self._next = self._inbox.get(timeout=timeout) if timeout > 0 else self._inbox.get_nowait()
+            except Empty:
+                return False
+        if self._next == b"":
+            raise EOFError
+        return True
+
+    def recv_bytes(self) -> bytes:
+        found, self._next = self._next, None
+        assert found is not None, "poll first"
+        return found
+
+
+class RankActor:
+    """Methods are called by the executor through Ray; several at a time.
+
+    Once started, an executor that has not polled for ``limit`` seconds has gone, or cannot be reached: the process
+    ends itself then.
+    """
+
+    def __init__(self, rank: int, limit: float) -> None:
+        self._rank, self._limit = rank, limit
+        self._pipe = Queues()
+        self._polled = time.monotonic()
+
+    def _end_alone(self) -> None:
+        while time.monotonic() - self._polled < self._limit:
+            time.sleep(BEAT)
+        os._exit(FAILED_EXIT)
+
+    def identity(self, plan_json: bytes) -> bytes:
+        """What must be the same as the executor's (``agreement.py``)."""
+        return identity(EnginePlan.from_json(plan_json))
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def start(self, plan_json: bytes, threads: int | None, rendezvous: str) -> None:
+        self._polled = time.monotonic()
+        threading.Thread(target=self._end_alone, daemon=True).start()
+        threading.Thread(target=run_rank, args=(self._pipe, plan_json, self._rank, threads, rendezvous),
+                         daemon=True, name=f"glowplug-rank-{self._rank}").start()
+
+    def submit(self, data: bytes) -> None:
+        self._pipe.put(data)
+
+    def close(self) -> None:
+        """The front has gone; the rank leaves its loop."""
+        self._pipe.close()
+
+    def poll(self, timeout: float) -> bytes:
+        """Frames that have come within ``timeout`` seconds, as one msgpack list."""
+        self._polled = time.monotonic()
+        frames = []
+        try:
+            frames.append(self._pipe.outbox.get(timeout=timeout))
+            while True:
+                frames.append(self._pipe.outbox.get_nowait())
+        except Empty:
+            pass
+        self._polled = time.monotonic()
+        return msgspec.msgpack.encode(frames)
