@@ -45,15 +45,16 @@ def _environment_store(rank: int, ranks: int, timeout: float) -> Store:
     return PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def await_ranks(store: Store, rank: int, ranks: int, timeout: float) -> None:
-    """Returns when every rank has called it; CollectiveError naming those that have not within ``timeout`` seconds."""
+def await_ranks(store: Store, rank: int, ranks: int, timeout: float, what: str) -> None:
+    """Returns when every rank has called it with this ``what`` ("start"); CollectiveError naming those that have not
+    within ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     missing = list(range(ranks))
     try:
-        store.set(f"rank {rank}", b"here")
-        while missing := [other for other in missing if not store.check([f"rank {other}"])]:
+        store.set(f"{what} {rank}", b"done")
+        while missing := [other for other in missing if not store.check([f"{what} {other}"])]:
             if time.monotonic() > deadline:
-                raise CollectiveError(f"rank {rank} of {ranks} waited {timeout:g} s for ranks {missing} to start")
+                raise CollectiveError(f"rank {rank} of {ranks} waited {timeout:g} s for ranks {missing} to {what}")
             time.sleep(POLL)
     except RuntimeError as error:
         raise CollectiveError(f"rank {rank} of {ranks} lost the rendezvous: {error}") from error

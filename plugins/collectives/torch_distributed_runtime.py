@@ -41,11 +41,13 @@ class Gloo:
         self._groups: dict[tuple[int, ...], Any] = {}
         self._of: dict[str, Any] = {}
         self._store = store or open_store(worker.rendezvous, worker.rank, worker.ranks, options.timeout)
-        await_ranks(self._store, worker.rank, worker.ranks, options.timeout)
+        await_ranks(self._store, worker.rank, worker.ranks, options.timeout, "start")
         self._host = self._call("connecting", WORLD, lambda: self._host_group(tuple(range(worker.ranks)), WORLD))
         for axis in AXES:
             if axis_size(axis, plan.mesh) > 1:
                 self._of[axis] = self._shared(axis, group(axis, self._rank, plan.mesh))
+        # NOTE: a rank that fails and goes while others still connect to it would end them in its place.
+        await_ranks(self._store, worker.rank, worker.ranks, options.timeout, "connect")
 
     def _shared(self, axis: str, members: tuple[int, ...]) -> Any:
         """The group of an axis; axes that connect the same ranks share one."""

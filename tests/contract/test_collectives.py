@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -22,8 +22,8 @@ from glowplug.core.mesh import coordinates
 from glowplug.core.protocols import Collectives, Worker
 from glowplug.core.testing.parallel_suite import CollectivesSuite, RankedCollectivesSuite
 from glowplug.core.testing.plans import bare_plan
-from glowplug.plugins.collectives.torch_distributed import GlooOptions
-from glowplug.plugins.collectives.torch_distributed_runtime import Gloo
+from glowplug.plugins.collectives.torch_distributed import GlooOptions, NcclOptions
+from glowplug.plugins.collectives.torch_distributed_runtime import Gloo, Nccl
 
 
 @pytest.fixture(autouse=True)
@@ -50,11 +50,14 @@ def free_port() -> int:
 class Threads(RankedCollectivesSuite):
     """Ranks are threads over one store in memory."""
 
+    def open(self, rank: int, mesh: dict[str, int], store: HashStore) -> Collectives:
+        return gloo(rank, mesh, store=store)
+
     def run(self, body: Callable[[Collectives, int], Any], mesh: Mapping[str, int] | None = None) -> list[Any]:
         over, store = dict(mesh or {"tp": self.ranks}), HashStore()
 
         def one(rank: int) -> Any:
-            held = gloo(rank, over, store=store)
+            held = self.open(rank, over, store)
             try:
                 return body(held, rank)
             finally:
@@ -64,11 +67,51 @@ class Threads(RankedCollectivesSuite):
             return list(pool.map(one, range(self.ranks)))
 
 
+class OnDevice:
+    """``Collectives`` of CPU tensors by way of a device: what the suite exchanges, NCCL carries."""
+
+    def __init__(self, held: Nccl, device: str) -> None:
+        self._held, self._device = held, device
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._held, name)
+
+        def moved(first: Any, *rest: Any) -> Any:
+            if not isinstance(first, torch.Tensor):
+                return method(first, *rest)
+            return method(first.to(self._device), *rest).cpu()
+
+        return moved
+
+
 class TestTwoThreads(Threads):
     ranks = 2
 
 
 class TestFourThreads(Threads):
+    ranks = 4
+
+
+@pytest.mark.gpu
+class TestTwoDevices(Threads):
+    """Each rank is a thread with a device of its own."""
+
+    ranks = 2
+
+    @pytest.fixture(autouse=True)
+    def devices(self) -> None:
+        if torch.cuda.device_count() < self.ranks:
+            pytest.skip(f"needs {self.ranks} devices")
+
+    def open(self, rank: int, mesh: dict[str, int], store: HashStore) -> Collectives:
+        device = f"cuda:{rank}"
+        worker = Worker(rank=rank, ranks=self.ranks, device=device, coordinates=coordinates(rank, mesh))
+        held = Nccl(NcclOptions(timeout=60), replace(bare_plan(), mesh=mesh), worker, store)
+        return cast(Collectives, OnDevice(held, device))
+
+
+@pytest.mark.gpu
+class TestFourDevices(TestTwoDevices):
     ranks = 4
 
 

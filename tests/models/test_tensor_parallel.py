@@ -82,7 +82,8 @@ def build(plan: EnginePlan, plugins: PluginSet, rank: int, meeting: str) -> tupl
     return plugins.build(plan.choice("model"), plan, worker).build(context), context
 
 
-def on_ranks(plan: EnginePlan, plugins: PluginSet, folder: Path, work: Callable[[Model, BuildContext], Any]) -> list[Any]:
+def on_ranks(plan: EnginePlan, plugins: PluginSet, folder: Path,
+             work: Callable[[Model, BuildContext], Any]) -> list[Any]:
     """``work`` of every rank, in a thread each; its collectives closed behind it."""
     meeting = f"file://{folder}/ranks-{plan.ranks}"
 
