@@ -3,12 +3,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Worker
 from glowplug.core.testing.attention_suite import MlaSuite
+from glowplug.core.testing.paged_world import Row, make_world
 from glowplug.plugins.attention.torch_mla import TorchMlaOptions
 from glowplug.plugins.attention.torch_mla_runtime import TorchMla
 
@@ -50,3 +52,30 @@ class TestCuda(TestInPieces):
 @pytest.mark.gpu
 class TestCudaBfloat16(TestAbsorbed):
     device, dtype, error = "cuda", torch.bfloat16, 3e-2
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize("first_key", [0, 1])
+def test_one_row_in_host_memory(width: int, first_key: int) -> None:
+    """A lone decoding row, in shuffled pages and in neighbouring ones, with and without a hole before its first key."""
+    suite, found = TestAbsorbed(), set()
+    for length in (width + 1, 16, 17, 33, 48):
+        for shift in (False, True):
+            generator = torch.Generator().manual_seed(length)
+            world = make_world([Row(length, width)], 16, length)
+            if shift:
+                world.batch.pages[:] = range(1, 1 + world.batch.pages.shape[1])
+                world.batch.slots = world.slots_of(0)[length - width :]
+            layer, args = suite.layer(generator), suite.arguments(world, generator)
+            for name in suite.entries:
+                world.pools[name][world.slots_of(0)[:first_key]] = float("nan")
+                world.cached[name][0] = world.cached[name][0][first_key:]
+            world.batch.first_key = first_key
+            backend = suite.backend(16)
+            suite.close(suite.step(backend, world, layer, args), suite.expected(world, layer, args))
+            assert backend._row is not None
+            found.add(type(backend._row.pages))
+            for name in suite.entries:
+                stored = world.pools[name][world.slots_of(0)[first_key:]]
+                assert torch.equal(stored, world.cached[name][0])
+    assert found == {slice, np.ndarray}
