@@ -260,17 +260,21 @@ def test_padding_never_leaks(mesh: dict[str, int], exchange: str, monkeypatch: p
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("mesh", "exchange"), [(mesh, name) for mesh, name in CASES if mesh.get("dp", 1) == 4])
+@pytest.mark.parametrize(("mesh", "exchange"), [(mesh, name) for mesh, name in CASES if mesh["tp"] == 4])
 def test_a_token_s_bits_do_not_depend_on_its_neighbours(mesh: dict[str, int], exchange: str, backend: str) -> None:
-    """The same token alone, between others, and last of many."""
+    """The same token alone, between others, and last of many, with a term of each rank."""
     generator = torch.Generator().manual_seed(6)
-    weights, probe = Weights(4), tokens_of(1, generator, [0, 2, 7])
+    weights, probe, groups = Weights(4), tokens_of(1, generator, [0, 2, 7]), mesh.get("dp", 1)
     places, steps = (0, 3, 16), []
     for place in places:
-        step = [tokens_of(place + 1 + g % 2 * 4, generator) for g in range(4)]
-        step[1].x[place], step[1].ids[place], step[1].weights[place] = probe.x[0], probe.ids[0], probe.weights[0]
+        step = [tokens_of(place + 1 + g % 2 * 4, generator) for g in range(groups)]
+        step[-1].x[place], step[-1].ids[place], step[-1].weights[place] = probe.x[0], probe.ids[0], probe.weights[0]
         steps.append(step)
-    made = run_steps(backend, mesh, exchange, steps, weights)[1][0]
+
+    def term(rank: int, tokens: Tokens) -> Tensor | None:
+        return tokens.x / (3 + coordinates(rank, mesh)["attn_tp"]) if groups < 4 else None
+
+    made = run_steps(backend, mesh, exchange, steps, weights, term)[-1][0]
     alone = made[0][0]
     assert all(torch.equal(got[place], alone) for got, place in zip(made, places, strict=True))
 
