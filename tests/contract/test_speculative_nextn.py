@@ -1,0 +1,213 @@
+"""NextN: chain verification against its reference, the draft's batches against the rule they follow, refusals."""
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from glowplug.core.batch import Batch, StepShape
+from glowplug.core.errors import PlanRefused
+from glowplug.core.offers import Mode
+from glowplug.core.placement import slots_at
+from glowplug.core.protocols import Limits, Worker
+from glowplug.core.resolve import plan as make_plan
+from glowplug.core.testing.plans import bare_plan
+from glowplug.core.testing.speculative_suite import HIDDEN, VOCAB, Greedy, SpeculativeSuite, likely, step
+from glowplug.plugins.speculative.drafting import extend, one_more
+from glowplug.plugins.speculative.nextn import NextNOptions
+from glowplug.plugins.speculative.nextn_runtime import PREVIOUS_HIDDEN, NextN
+from glowplug.plugins.speculative.verify import accept_chain, accept_chain_reference, chain_before, verify_chain
+from tests.tiny import write_config
+
+PAGE = 4
+
+
+class Draft:
+    """A draft model (and its family, and the attention it plans) that notes its passes."""
+
+    def __init__(self) -> None:
+        self.passes: list[Batch] = []
+        self.planned: list[Batch] = []
+
+    def build_nextn(self, context: Any, target: Any, number: int = 0) -> Draft:
+        return self
+
+    def plan_step(self, batch: Batch, slot: object | None) -> None:
+        self.planned.append(batch)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
+        assert self.planned[-1] is batch, "attention was not told of the pass"
+        assert batch.first_key == 1 and len(input_ids) == len(positions) == batch.num_tokens == len(batch.slots)
+        assert batch.extra[PREVIOUS_HIDDEN].shape == (batch.num_tokens, HIDDEN)
+        self.passes.append(batch)
+        return torch.nn.functional.one_hot(input_ids % HIDDEN, HIDDEN).float()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return torch.nn.functional.pad(hidden, (0, VOCAB - HIDDEN))
+
+
+def make(limits: Limits, steps: int, **mesh: int) -> tuple[NextN, Draft]:
+    plan = bare_plan(page_size=PAGE, width=steps + 1, lookahead=steps)
+    object.__setattr__(plan, "mesh", mesh)
+    algorithm, draft = NextN(NextNOptions(steps=steps), plan, Worker(dtype=torch.float32)), Draft()
+    context: Any = SimpleNamespace(attention=draft)
+    assert algorithm.draft_model(context, draft, draft) is draft  # type: ignore[arg-type, comparison-overlap]
+    algorithm.reserve(limits)
+    return algorithm, draft
+
+
+LIMITS = Limits(rows=8, step_tokens=64, context=99, page_size=PAGE, num_pages=33, width=2, vocab=VOCAB, hidden=HIDDEN)
+
+
+class TestOneStep(SpeculativeSuite):
+    def make(self, limits: Limits) -> NextN:
+        return make(limits, 1)[0]
+
+
+class TestThreeSteps(SpeculativeSuite):
+    def make(self, limits: Limits) -> NextN:
+        return make(limits, 3)[0]
+
+
+def test_acceptance_is_the_references() -> None:
+    generator = torch.Generator().manual_seed(1)
+    for width in range(2, 7):
+        drawn = torch.randint(0, 2, (50, width), generator=generator)
+        drafts = torch.randint(0, 2, (50, width - 1), generator=generator)
+        counts = accept_chain(drawn, drafts)
+        assert counts.dtype == torch.int32
+        assert counts.tolist() == accept_chain_reference(drawn.tolist(), drafts.tolist())
+        assert counts.min() == 1 and counts.max() == width
+
+
+def test_what_comes_before_a_position() -> None:
+    assert chain_before(torch.tensor([[9, 1, 2], [8, 3, 4]])).tolist() == [
+        [-1, -1], [1, -1], [1, 2], [-1, -1], [3, -1], [3, 4]]
+
+
+def test_bad_logits_count_only_where_the_row_got_to() -> None:
+    """NaN behind a refused draft is of no consequence; before or at it, it is the row's end."""
+    for place, bad in ((0, True), (1, True), (2, False)):
+        batch = step([0, 1], 2, [3, 3], [8, 8], [True, True])
+        batch.input_ids = torch.tensor([1, 5, 9, 1, 5, 9])
+        logits = likely([5, 6, 7, 5, 6, 7])  # the first draft is right, the second is not
+        logits[place] = float("nan")
+        if place == 0:
+            batch.input_ids[1] = 0  # argmax of NaN: the first one
+        made = verify_chain(logits, batch, 3, None, Greedy())
+        assert made.bad.tolist() == [bad, False]
+
+
+def shifted(algorithm: NextN, rows: list[int], queries: list[int], kv_lens: list[int], resumed: list[bool],
+            decodes: int = 0) -> Batch:
+    batch = step(rows, decodes, queries, kv_lens, [True] * len(rows))
+    batch.pages = np.arange(1, 1 + 8 * len(rows), dtype=np.int32).reshape(len(rows), 8)
+    batch.page_table = torch.from_numpy(batch.pages)
+    owner = np.repeat(np.arange(len(rows)), batch.query_lens)
+    at = batch.positions.numpy()
+    batch.slots = torch.from_numpy(batch.pages[owner, at // PAGE].astype(np.int64) * PAGE + at % PAGE)
+    count = sum(queries[decodes:])
+    batch.prompt_ids = np.arange(10, 10 + count, dtype=np.int32)
+    batch.next_ids = np.array([5] * (len(rows) - decodes), np.int32)
+    batch.resumed = np.array(resumed[decodes:], np.bool_)
+    return batch
+
+
+def test_a_pass_holds_each_token_with_the_state_before_it() -> None:
+    """Fresh, continued and resumed chunks beside a decoding row: position p holds (hidden of p - 1, token p)."""
+    algorithm, _ = make(LIMITS, 1)
+    batch = shifted(algorithm, [0, 1, 2, 3], [2, 3, 4, 2], [7, 3, 12, 10], [False, False, True, False], decodes=1)
+    batch.samples = np.array([True, True, False, True])
+    tokens = torch.tensor([[20, 21], [30, 0], [0, 0], [32, 0]])
+    made = extend(batch, tokens, PAGE)
+    assert made.batch.query_lens.tolist() == [2, 3, 5, 2] and made.batch.kv_lens.tolist() == [8, 4, 13, 11]
+    assert made.batch.query_starts.tolist() == [0, 2, 5, 10, 12]
+    assert made.batch.positions.tolist() == [6, 7, 1, 2, 3, 8, 9, 10, 11, 12, 9, 10]
+    assert made.input_ids.tolist() == [20, 21, 11, 12, 30, 13, 14, 15, 16, 5, 18, 32]
+    assert made.source is not None and made.pages is not None and made.ends is not None
+    # the resumed row begins with the state of its page's last token, which stands behind the step's eleven
+    assert made.source.tolist() == [0, 1, 2, 3, 4, 11, 5, 6, 7, 8, 9, 10]
+    assert made.pages.tolist() == [batch.pages[2, 1]] and made.ends.tolist() == [4, 11]
+    row = np.repeat(np.arange(4), made.batch.query_lens)
+    expected = slots_at(batch.page_table[torch.from_numpy(row)], made.batch.positions[:, None], PAGE).view(-1)
+    assert made.batch.slots.tolist() == expected.tolist()
+
+
+def test_further_passes_stand_behind_what_was_accepted() -> None:
+    algorithm, _ = make(LIMITS, 3)
+    batch = shifted(algorithm, [4, 6], [4, 4], [14, 30], [False, False], decodes=2)
+    made = one_more(batch, None, 3, torch.tensor([11, 29]), PAGE)
+    assert made.positions.tolist() == [13, 31] and made.kv_lens_device.tolist() == [14, 32]
+    assert made.kv_lens.tolist() == [17, 33] and made.mode is Mode.DRAFT_DECODE
+    assert made.slots.tolist() == [batch.pages[0, 3] * PAGE + 1, batch.pages[1, 7] * PAGE + 3]
+
+
+def test_positions_without_a_page_go_to_scratch() -> None:
+    table = torch.tensor([[3, 0], [5, 7]], dtype=torch.int32)
+    assert slots_at(table, torch.tensor([[3, 4], [7, 8]]), PAGE).tolist() == [[15, 0], [31, 0]]
+
+
+def test_states_of_page_ends_are_kept_for_those_who_resume() -> None:
+    algorithm, draft = make(LIMITS, 1)
+    first = shifted(algorithm, [0], [6], [6], [False])
+    hidden = torch.arange(6.0)[:, None].expand(6, HIDDEN).contiguous()
+    algorithm.accept(likely([3]), hidden, first, Greedy())
+    second = shifted(algorithm, [1], [3], [7], [True])
+    second.pages[0, 0] = first.pages[0, 0]
+    algorithm.accept(likely([3]), torch.full((3, HIDDEN), 9.0), second, Greedy())
+    continued = draft.passes[-1].extra[PREVIOUS_HIDDEN][:, 0].tolist()
+    assert continued == [3.0, 9.0, 9.0, 9.0], "the cached page's last token is number 3"
+
+
+def test_passes_of_a_step() -> None:
+    """One a drafted token; alone, none that nobody needs; among groups of ranks always all of them."""
+    for mesh, wanted in (({}, 1), ({"tp": 2, "dp": 2}, 3)):
+        algorithm, draft = make(LIMITS, 3, **mesh)
+        chunk = step([2], 0, [5], [5], [False])
+        chunk.agreed = StepShape(Mode.PREFILL, 2, 9)
+        algorithm.accept(likely([]), torch.zeros(5, HIDDEN), chunk, Greedy())
+        assert len(draft.passes) == wanted
+        assert [one.agreed.tokens for one in draft.passes if one.agreed is not None] == [11, 2, 2][:wanted]
+    draft.passes.clear()
+    idle = step([], 0, [1], [1], [])
+    for name in ("query_lens", "kv_lens", "rows"):
+        setattr(idle, name, np.zeros(0, np.int32))
+    idle.input_ids = idle.positions = idle.slots = torch.zeros(0, dtype=torch.int64)
+    idle.row_ids, idle.page_table = torch.zeros(0, dtype=torch.int64), torch.zeros(0, 1, dtype=torch.int32)
+    idle.kv_lens_device, idle.query_starts = torch.zeros(0, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    idle.agreed = StepShape(Mode.VERIFY, 4, 16)
+    made = algorithm.accept(torch.zeros(0, VOCAB), torch.zeros(0, HIDDEN), idle, Greedy())
+    assert made.tokens.shape == (0, 4) and len(draft.passes) == 3
+    assert [one.agreed.tokens for one in draft.passes if one.agreed is not None] == [16, 4, 4]
+
+
+@pytest.mark.parametrize(("options", "field", "said"), [
+    ({"topk": 4}, "speculative.topk", "chain"),
+    ({"draft_tokens": 4}, "speculative.draft_tokens", "4 tokens"),
+    ({"steps": 0}, "speculative.steps", "1 to 15"),
+    ({"steps": 16}, "speculative.steps", "1 to 15"),
+    ({"steps": -3}, "speculative.steps", "1 to 15"),
+])
+def test_what_is_no_chain_is_refused(tmp_path: Path, options: dict[str, int], field: str, said: str) -> None:
+    folder = write_config(tmp_path, "v3", num_nextn_predict_layers=1)
+    refusals = refused(folder, options)
+    assert [(r.field, r.by) for r in refusals] == [(field, "nextn")]
+    assert said in refusals[0].reason and refusals[0].fix.startswith(field)
+
+
+@pytest.mark.parametrize("name", ["v3", "v2", "llama"])
+def test_a_model_without_such_a_layer_is_refused(tmp_path: Path, name: str) -> None:
+    refusals = refused(write_config(tmp_path, name), {})
+    assert any(r.field.startswith("speculative") for r in refusals) and all(r.fix for r in refusals)
+
+
+def refused(folder: Path, options: dict[str, int]) -> tuple[Any, ...]:
+    config = {"model": str(folder), "weights": {"use": "random"}, "skip_tokenizer": True, "device": "cpu"}
+    with pytest.raises(PlanRefused) as caught:
+        make_plan({**config, "speculative": {"use": "nextn", **options}})
+    return caught.value.refusals
