@@ -1,0 +1,41 @@
+"""A plugin that makes one rank fail: a weight source and a sampler that do what their options say, once."""
+from __future__ import annotations
+
+from typing import Literal
+
+from glowplug.core.component import Component
+from glowplug.core.hookspecs import hookimpl
+from glowplug.core.offers import SamplerOffers, WeightOffers
+from glowplug.core.options import SamplingOptions, WeightOptions
+from glowplug.plugins.sampling.torch_sampler import FEATURES
+
+Fault = Literal["kill", "stop", "error", "hang", "none"]
+
+
+class FaultyWeightOptions(WeightOptions):
+    use: Literal["faulty"] = "faulty"
+    seed: int | None = None
+    fault: Fault = "none"
+    rank: int = 0
+    at: int = 5
+    note: str = ""
+
+
+class FaultySamplingOptions(SamplingOptions):
+    use: Literal["faulty"] = "faulty"
+    fault: Fault = "none"
+    rank: int = 0
+    at: int = 1
+    note: str = ""
+
+
+@hookimpl
+def register_weight_sources() -> list[Component]:
+    return [Component("faulty", FaultyWeightOptions, "tests.e2e.fault_runtime:FaultySource",
+                      WeightOffers(formats=frozenset({"synthetic"})), summary="fails while it loads")]
+
+
+@hookimpl
+def register_samplers() -> list[Component]:
+    return [Component("faulty", FaultySamplingOptions, "tests.e2e.fault_runtime:FaultySampler",
+                      SamplerOffers(features=FEATURES), summary="fails when it samples")]

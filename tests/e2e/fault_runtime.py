@@ -1,0 +1,64 @@
+"""What the faulty components do in a rank."""
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from glowplug.plugins.sampling.torch_sampler import TorchSamplerOptions
+from glowplug.plugins.sampling.torch_sampler_runtime import TorchSampler
+from glowplug.plugins.weights.random import RandomOptions
+from glowplug.plugins.weights.random_runtime import RandomSource
+
+
+class Countdown:
+    """The fault of ``options``, at the call of that number, in the rank it names; notes when and where first."""
+
+    def __init__(self, options: Any, rank: int) -> None:
+        self._options, self._mine, self._calls = options, options.rank == rank, 0
+
+    def __call__(self) -> None:
+        self._calls += 1
+        if self._mine and self._calls == self._options.at and self._options.fault != "none":
+            self._note()
+            self._act(self._options.fault)
+
+    def _note(self) -> None:
+        sockets = psutil.Process().net_connections(kind="tcp")
+        ports = [socket.laddr.port for socket in sockets if socket.status == psutil.CONN_LISTEN]
+        shared = sorted(set(re.findall(r"/dev/shm/(\S+)$", Path("/proc/self/maps").read_text(), re.MULTILINE)))
+        Path(self._options.note).write_text(json.dumps(
+            {"time": time.monotonic(), "pid": os.getpid(), "ports": ports, "shared": shared}))
+
+    def _act(self, fault: str) -> None:
+        if fault == "error":
+            raise RuntimeError("injected")
+        if fault == "hang":
+            time.sleep(3600)
+        os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+
+
+class FaultySource(RandomSource):
+    def __init__(self, options: Any, plan: Any, worker: Any) -> None:
+        super().__init__(RandomOptions(seed=options.seed), plan, worker)
+        self._countdown = Countdown(options, worker.rank)
+
+    def read(self, target: Any) -> Any:
+        self._countdown()
+        return super().read(target)
+
+
+class FaultySampler(TorchSampler):
+    def __init__(self, options: Any, plan: Any, worker: Any) -> None:
+        super().__init__(TorchSamplerOptions(), plan, worker)
+        self._countdown = Countdown(options, worker.rank)
+
+    def sample(self, *given: Any, **more: Any) -> Any:
+        self._countdown()
+        return super().sample(*given, **more)

@@ -1,0 +1,188 @@
+"""Faults in ranks, one case at a time: what the engine says, how long it takes to end, what it leaves behind.
+
+``python -m tests.e2e.rank_faults --repeat 10 --output docs/benchmarks/faults.json`` runs every case that often.
+"""
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from glowplug import LLM, SamplingParams
+from glowplug.core.errors import EngineDead
+from tests.tiny import write_config
+
+WATCHDOG = 5.0  #: seconds, as configured
+PROMISED = {"kill": 3.0, "error": 3.0, "stop": WATCHDOG + 3.0, "hang": WATCHDOG + 3.0}  #: seconds from fault to end
+RANKS = 2
+#: when -> (component that fails, number of its call, phase that the reason names)
+MOMENTS = {"load": ("weights", 5, "weights"), "first step": ("sampling", 1, "warmup"),
+           "mid-decode": ("sampling", 25, "serve")}
+SAYS = {"kill": r"rank {rank} ended \(exit code -9\) in phase {phase}",
+        "stop": r"rank {rank} has been silent for \d+ s \(phase {phase}\)",
+        "error": r"rank {rank} failed in phase {phase}: RuntimeError: injected",
+        "hang": r"rank {rank} failed in phase {phase}: its loop has stood still for \d+ s, in Countdown._act of fault_runtime.py"}
+
+
+@dataclass(frozen=True)
+class Case:
+    fault: str
+    moment: str
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.fault} in {self.moment} of rank {self.rank}"
+
+
+CASES = [Case(fault, moment, rank) for fault in ("kill", "stop", "error") for moment in MOMENTS for rank in range(RANKS)]
+HANGS = [Case("hang", "mid-decode", rank) for rank in range(RANKS)]
+
+
+@dataclass
+class Outcome:
+    """``seconds`` from the fault to the error at the caller. ``leaks``: what was left a moment later."""
+
+    said: str
+    seconds: float
+    leaks: list[str]
+
+    def wrong(self, case: Case) -> list[str]:
+        found = [f"leak: {leak}" for leak in self.leaks]
+        wanted = SAYS[case.fault].format(rank=case.rank, phase=MOMENTS[case.moment][2])
+        if not re.search(wanted, self.said):
+            found.append(f"said {self.said[:300]!r}, expected {wanted!r}")
+        if self.seconds > PROMISED[case.fault]:
+            found.append(f"took {self.seconds:.1f} s")
+        return found
+
+
+def run(case: Case, folder: Path) -> Outcome:
+    """One engine of two ranks that fails as ``case`` says. ``folder``: a fresh one."""
+    component, at, _ = MOMENTS[case.moment]
+    note = folder / "note.json"
+    faulty = {"use": "faulty", "fault": case.fault, "rank": case.rank, "at": at, "note": str(note)}
+    config: dict[str, Any] = {"weights": {"use": "random"}, component: faulty}
+    children, meeting = {child.pid for child in _ranks()}, tempfile.tempdir
+    tempfile.tempdir = str(folder)
+    try:
+        said = _fail(folder, config)
+    finally:
+        tempfile.tempdir = meeting
+    ended = time.monotonic()
+    noted = json.loads(note.read_text())
+    leaks = _left(children, noted)
+    leaks += [str(path) for path in folder.glob("glowplug-*")]
+    return Outcome(said, ended - noted["time"], leaks)
+
+
+def _fail(folder: Path, config: dict[str, Any]) -> str:
+    llm = None
+    try:
+        llm = LLM(model=str(write_config(folder / "model", "v3")), plugins=["tests.e2e.fault_plugin"],
+                  skip_tokenizer=True, device="cpu", context_length=128, memory={"kv_tokens": 1024},
+                  parallel=[{"use": "tensor", "size": RANKS}], collectives={"timeout": 60.0},
+                  executor={"use": "multiprocess", "watchdog": WATCHDOG, "threads": 1}, **config)
+        llm.generate([[5, 6, 7]] * 3, SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True))
+    except EngineDead as error:
+        return str(error)
+    finally:
+        if llm is not None:
+            llm.close()
+    return "nothing: the engine went on"
+
+
+def _left(children: set[int], noted: dict[str, Any]) -> list[str]:
+    """Processes, ports and shared memory of the ranks that are still there after two seconds."""
+    deadline = time.monotonic() + 2.0
+    while (found := list(_there(children, noted))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def _there(children: set[int], noted: dict[str, Any]) -> Iterator[str]:
+    yield from (f"process {child.pid}" for child in _ranks() if child.pid not in children)
+    yield from (f"shared memory {name}" for name in noted["shared"] if Path("/dev/shm", name).exists())
+    yield from _taken(noted["ports"])
+
+
+def _ranks() -> list[psutil.Process]:
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        try:
+            if "resource_tracker" not in " ".join(child.cmdline()):
+                found.append(child)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def _taken(ports: list[int]) -> list[str]:
+    found = []
+    for port in ports:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                found.append(f"port {port}")
+    return found
+
+
+# ---- all of them ----------------------------------------------------------------------------------------------------
+
+
+def rounds(cases: list[Case], repeat: int) -> Iterator[list[dict[str, Any]]]:
+    """Every case ``repeat`` times, in rounds; after each the counts, the slowest end and what went wrong by case."""
+    rows = [{"fault": case.fault, "moment": case.moment, "rank": case.rank, "runs": 0, "as_promised": 0,
+             "slowest_end_seconds": 0.0, "promised_seconds": PROMISED[case.fault], "leaks": 0, "wrong": []}
+            for case in cases]
+    for _ in range(repeat):
+        for case, row in zip(cases, rows, strict=True):
+            with tempfile.TemporaryDirectory() as folder:
+                outcome = run(case, Path(folder))
+            wrong = outcome.wrong(case)
+            row["runs"] += 1
+            row["as_promised"] += not wrong
+            row["slowest_end_seconds"] = max(row["slowest_end_seconds"], round(outcome.seconds, 2))
+            row["leaks"] += len(outcome.leaks)
+            row["wrong"] += wrong
+            print(f"{case}: {outcome.seconds:.1f} s {wrong or ''}", file=sys.stderr, flush=True)
+        yield rows
+
+
+def total(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {**{key: sum(row[key] for row in rows) for key in ("runs", "as_promised", "leaks")}, "cases": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeat", type=int, default=10)
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    import torch
+
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+    about = {"command": "python -m tests.e2e.rank_faults " + " ".join(sys.argv[1:]),
+             "date": datetime.date.today().isoformat(), "commit": commit.strip(),
+             "versions": {"python": platform.python_version(), "torch": torch.__version__},
+             "cores": len(psutil.Process().cpu_affinity()), "engine": "multiprocess, tp 2, random tiny V3, CPU",
+             "watchdog_seconds": WATCHDOG}
+    for rows in rounds([*CASES, *HANGS], args.repeat):
+        args.output.write_text(json.dumps({**about, **total(rows)}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

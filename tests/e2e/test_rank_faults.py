@@ -1,0 +1,23 @@
+"""Any rank that is killed, stopped, hung or fails, in any phase: the engine ends in time, names it, leaves nothing."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.rank_faults import CASES, HANGS, Case, rounds, run, total
+
+SAMPLE = [Case("kill", "mid-decode", 1), Case("stop", "first step", 0), Case("error", "load", 1)]
+
+
+@pytest.mark.parametrize("case", [*SAMPLE, HANGS[1]], ids=str)
+def test_a_faulty_rank_ends_the_engine(case: Case, tmp_path: Path) -> None:
+    assert run(case, tmp_path).wrong(case) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_every_fault_ten_times() -> None:
+    *_, rows = rounds([*CASES, *HANGS], 10)
+    assert total(rows)["runs"] == 10 * len(rows)
+    assert [(row["fault"], row["moment"], row["rank"], row["wrong"]) for row in rows if row["wrong"]] == []
