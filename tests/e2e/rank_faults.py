@@ -34,7 +34,7 @@ MOMENTS = {"load": ("weights", 5, "weights"), "first step": ("sampling", 1, "war
 SAYS = {"kill": r"rank {rank} ended \(exit code -9\) in phase {phase}",
         "stop": r"rank {rank} has been silent for \d+ s \(phase {phase}\)",
         "error": r"rank {rank} failed in phase {phase}: RuntimeError: injected",
-        "hang": r"rank {rank} failed in phase {phase}: its loop has stood still for \d+ s, in Countdown._act of fault_runtime.py"}
+        "hang": r"rank {rank} failed in phase {phase}: its loop has stood still for \d+ s, in Countdown._act of"}
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class Case:
         return f"{self.fault} in {self.moment} of rank {self.rank}"
 
 
-CASES = [Case(fault, moment, rank) for fault in ("kill", "stop", "error") for moment in MOMENTS for rank in range(RANKS)]
+CASES = [Case(fault, moment, rank)
+         for fault in ("kill", "stop", "error") for moment in MOMENTS for rank in range(RANKS)]
 HANGS = [Case("hang", "mid-decode", rank) for rank in range(RANKS)]
 
 
