@@ -108,6 +108,14 @@ def test_a_group_whose_pool_is_too_small_preempts_alone(tmp_path: Path, plugins:
         assert [ranks.stats[group].preemptions > 0 for group in range(dp)] == [True, False] * (dp // 2)
 
 
+def test_process_groups_carry_it_too(tmp_path: Path, plugins: PluginSet, alone: dict[int, Any]) -> None:
+    """The same over gloo instead of memory."""
+    with engine(tmp_path, plugins, 2, 2, collectives={"use": "gloo"}) as ranks:
+        arriving(ranks, mix(), 3)
+        assert tokens(ranks.heard) == alone
+        ranks.check_idle()
+
+
 @pytest.mark.parametrize("name", ["v2", "llama", "v3_fp8"])
 def test_other_models(tmp_path: Path, plugins: PluginSet, name: str) -> None:
     asked = mix()[:5]
