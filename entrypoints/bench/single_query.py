@@ -1,0 +1,200 @@
+"""``glowplug bench single-query``: one query under every mixture of radix cache, NextN, EP-MoE and DP attention.
+
+The table that published ablations of DeepSeek engines print: a row a mixture, whether it runs, and how fast a single
+query is then. Each row is a fresh engine on real ranks; a row that cannot run prints why.
+"""
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from glowplug.core.errors import ConfigError, EngineDead, PlanRefused, RequestError
+from glowplug.entrypoints.bench import report
+from glowplug.entrypoints.bench.engine_options import add_engine_options, engine_config
+
+if TYPE_CHECKING:
+    from glowplug.entrypoints.llm import LLM
+
+QUESTIONS = ("What is 347 + 258?", "What is 902 - 417?", "Reverse the list: k, d, r, b, z, m", "Who are you?",
+             "Sort these numbers: 41, 7, 93, 18, 66", "What is a harbour?")
+FLUSH_ATTEMPTS = 10  #: turns of the engine within which a finished query's last step is over
+COLUMNS = ("ranks", "radix", "NextN", "EP-MoE", "DP-attention", "runs", "start s", "TTFT ms", "latency ms", "TPS@1",
+           "accept length", "same output")
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """One row. ``steps``: drafted tokens, 0 for no NextN. EP and DP span all ranks."""
+
+    ranks: int
+    radix: bool
+    steps: int
+    ep: bool
+    dp: bool
+
+    def config(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The operator's configuration with this row's parts put in their place."""
+        strategies = [("tensor", self.ranks > 1), ("ep_moe", self.ep), ("dp_attention", self.dp)]
+        config = {**given, "cache": {"use": "radix" if self.radix else "none"}}
+        parallel = [{"use": use, "size": self.ranks} for use, wanted in strategies if wanted]
+        if parallel:
+            config["parallel"] = parallel
+        if self.steps:
+            config["speculative"] = {"use": "nextn", "steps": self.steps}
+        threads = max(1, (os.cpu_count() or 1) // self.ranks)
+        config.setdefault("executor", {"use": "multiprocess", "threads": threads})
+        return config
+
+    @property
+    def marks(self) -> dict[str, object]:
+        return {"ranks": self.ranks, "radix": _mark(self.radix), "NextN": self.steps or "", "EP-MoE": _mark(self.ep),
+                "DP-attention": _mark(self.dp)}
+
+
+def _mark(on: bool) -> str:
+    return "x" if on else ""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("table")
+    group.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="ranks of the rows (default: 1 and 2)")
+    group.add_argument("--steps", type=int, default=1, help="tokens that NextN drafts")
+    group.add_argument("--question", action="append", dest="questions", help="ask this; may be given several times")
+    group.add_argument("--max-tokens", type=int, default=128)
+    group.add_argument("--repeat", type=int, default=3, help="rounds over the questions; medians are reported")
+    group.add_argument("--result-filename", "--output-file", default=None, metavar="FILE", help="write JSON here")
+    add_engine_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 0 when every row ran or was refused, 1 when one failed, 2 when the options cannot be read."""
+    try:
+        given = engine_config(args)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    rows: list[dict[str, Any]] = []
+    reference: list[list[int]] | None = None
+    for mixture in mixtures(args.ranks, args.steps):
+        found, tokens = measure(mixture, args, given)
+        if tokens is not None:
+            reference = reference or tokens
+            found["same output"] = "yes" if tokens == reference else "no"
+        rows.append({**mixture.marks, **found})
+        print(one_line(rows[-1]), flush=True)
+    print("\n" + report.table(COLUMNS, ([row.get(column, "-") for column in COLUMNS] for row in rows)))
+    for reason in dict.fromkeys(row["reason"] for row in rows if "reason" in row):
+        print("\n" + reason)
+    if args.result_filename:
+        report.write_json(Path(args.result_filename), {**_conditions(args), "rows": rows})
+    return 1 if any(row["runs"] == "failed" for row in rows) else 0
+
+
+def mixtures(ranks: Iterable[int], steps: int) -> list[Mixture]:
+    """Every mixture for each number of ranks, the plainest first."""
+    switches = list(itertools.product((False, True), repeat=4))
+    return [Mixture(count, radix, steps if nextn else 0, ep, dp)
+            for count in ranks for dp, ep, nextn, radix in switches]
+
+
+def measure(mixture: Mixture, args: argparse.Namespace, given: dict[str, Any],
+            ) -> tuple[dict[str, Any], list[list[int]] | None]:
+    """(the row's figures, the tokens of each answer), or why there are none."""
+    from glowplug.entrypoints.llm import LLM
+
+    started = time.perf_counter()
+    try:
+        with LLM(**mixture.config(given)) as llm:
+            ready = time.perf_counter() - started
+            figures, tokens = _ask_all(llm, args)
+            return {"runs": "yes", "start s": round(ready, 2), "dtype": llm.plan.dtype, **figures}, tokens
+    except PlanRefused as refused:
+        return {"runs": "refused", "reason": str(refused)}, None
+    except EngineDead as error:
+        return {"runs": "failed", "reason": str(error)}, None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Seconds from asking to the first and to the last token, and the tokens."""
+
+    first: float
+    last: float
+    tokens: list[int]
+
+
+def _ask_all(llm: LLM, args: argparse.Namespace) -> tuple[dict[str, Any], list[list[int]]]:
+    questions = args.questions or QUESTIONS
+    _ask(llm, questions[0], args.max_tokens)  # warm-up
+    before = _drafts(llm)
+    rounds = [[_ask(llm, question, args.max_tokens) for question in questions] for _ in range(args.repeat)]
+    drafted, accepted = (after - at for after, at in zip(_drafts(llm), before, strict=True))
+    rates = [sum(len(one.tokens) - 1 for one in answers) / sum(one.last - one.first for one in answers)
+             for answers in rounds]
+    every = [one for answers in rounds for one in answers]
+    steps = llm.plan.sizes.width - 1
+    return {
+        "TTFT ms": round(1e3 * median(one.first for one in every), 1),
+        "latency ms": round(1e3 * median(sum(one.last for one in answers) / len(answers) for answers in rounds), 1),
+        "TPS@1": round(median(rates), 1), "rates": rates,
+        "accept length": round(1 + accepted / (drafted / steps), 3) if drafted else "-",
+        "output tokens": sum(len(one.tokens) for one in rounds[0]),
+    }, [one.tokens for one in rounds[0]]
+
+
+def _ask(llm: LLM, question: str, most: int) -> Answer:
+    """One greedy answer, nothing of it in the prefix cache. Form with working where the model has one."""
+    from glowplug.core.request import SamplingParams
+
+    _flush(llm)
+    params = SamplingParams(temperature=0.0, max_tokens=most)
+    tokens: list[int] = []
+    first = last = 0.0
+    started = time.perf_counter()
+    for delta in llm.stream([{"role": "user", "content": question}], params, thinking=True):
+        if delta.token_ids:
+            last = time.perf_counter() - started
+            first = first or last
+            tokens.extend(delta.token_ids)
+    return Answer(first, last, tokens)
+
+
+def _flush(llm: LLM) -> None:
+    """Empty the prefix cache. NOTE: a step may still be under way for the answer that has just ended."""
+    for attempt in range(FLUSH_ATTEMPTS):
+        try:
+            llm.control("flush")
+            return
+        except RequestError:
+            if attempt == FLUSH_ATTEMPTS - 1:
+                raise
+
+
+def _drafts(llm: LLM) -> tuple[int, int]:
+    """Tokens drafted and accepted so far. NOTE: a control's turn brings the statistics up to date."""
+    llm.control("info")
+    stats = llm.stats
+    return stats.drafted_tokens, stats.accepted_tokens
+
+
+def one_line(row: dict[str, Any]) -> str:
+    parts = [f"{name} {row[name]}" for name in COLUMNS[:5] if row[name]]
+    figures = [f"{name} {row[name]}" for name in COLUMNS[6:] if name in row]
+    return f"{', '.join(parts)}: {', '.join(figures) or row['runs']}"
+
+
+def _conditions(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    return {"command": "glowplug " + " ".join(sys.argv[1:]), "date": time.strftime("%Y-%m-%d"),
+            "torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine(),
+            "cores": os.cpu_count(), "rounds": args.repeat, "questions": list(args.questions or QUESTIONS)}

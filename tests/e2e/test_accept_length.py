@@ -1,0 +1,180 @@
+"""What drafting must not depend on, and what must not depend on drafting: accept lengths, prefix hits, pages."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from glowplug import LLM
+from glowplug.core.messages import Abort, Submit
+from glowplug.core.request import SamplingParams
+from glowplug.core.testing.ranks import RankSet, rank_plan, submit
+from tests.combinations import VOCAB, Combination, drive, plugins, reference
+
+ALONE = Combination(steps=2)
+VARIANTS = {
+    "together": ALONE, "no overlap": replace(ALONE, overlap=False), "no radix": replace(ALONE, radix=False),
+    "chunked": replace(ALONE, chunked=True), "tp2": replace(ALONE, tp=2),
+    "tp4 no overlap": replace(ALONE, tp=4, overlap=False), "ep2": replace(ALONE, tp=2, ep=2),
+    "ep4 static": replace(ALONE, tp=4, ep=4, exchange="all_to_all_static"),
+    "dp2": replace(ALONE, tp=2, dp=2), "dp4 chunked": replace(ALONE, tp=4, dp=4, chunked=True),
+    "dp2 ep4": replace(ALONE, tp=4, ep=4, dp=2), "dp4 ep2 no overlap": replace(ALONE, tp=4, ep=2, dp=4, overlap=False),
+}
+
+
+def engine(one: Combination, folder: Path, **changes: Any) -> RankSet:
+    """Ranks with room for every request at once; ``changes`` replace sections of the configuration."""
+    config = one.config(folder)
+    config |= {"memory": {"kv_tokens": 2048}, "scheduler": {**config["scheduler"], "max_running_requests": 8}}
+    return RankSet(rank_plan({**config, **changes}, plugins()), plugins())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return reference(tmp_path_factory.mktemp("model")).folder
+
+
+def prompts(count: int = 10) -> list[list[int]]:
+    """Uneven, around page borders; the later ones begin as others do."""
+    rng = np.random.default_rng(5)
+    found = [rng.integers(2, VOCAB, length).tolist() for length in (1, 3, 4, 5, 8, 17)]
+    while len(found) < count:
+        found.append(found[len(found) % 3 + 3] + rng.integers(2, VOCAB, len(found)).tolist())
+    return found
+
+
+def asked(first: int = 0) -> list[Submit]:
+    return [submit(first + i, prompt, 10 + 3 * i) for i, prompt in enumerate(prompts())]
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[list[int]]:
+    """Tokens a step, request by request: nothing else in the batch, nothing in the cache."""
+    with engine(replace(ALONE, radix=False), folder) as ranks:
+        for request in asked():
+            ranks.run([request])
+        counts = [ranks.heard[i].counts for i in range(len(prompts()))]
+    drafted = sum(len(steps) - 1 for steps in counts)
+    assert 1.2 < sum(sum(steps[1:]) for steps in counts) / drafted < 2.8, "drafts were meant to hit now and then"
+    return counts
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_accept_lengths_depend_on_nothing_around(folder: Path, alone: list[list[int]], name: str) -> None:
+    """The same per request and step: in batches, padded groups, split models, on a cold cache and on a warm one."""
+    with engine(VARIANTS[name], folder) as ranks:
+        ranks.run(asked())
+        ranks.run(asked(100))
+        heard = ranks.heard
+        ranks.check_idle()
+    for first in (0, 100):
+        assert [heard[first + i].counts for i in range(len(alone))] == alone, first
+    hits = [heard[100 + i].admitted for i in range(len(alone))]
+    assert (sum(one.cached_tokens for one in hits if one) > 0) == VARIANTS[name].radix
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("layout", [Combination(), Combination(tp=2), Combination(tp=4, ep=2, dp=2)],
+                         ids=lambda one: one.name)
+def test_prefix_hits_are_those_without_drafts(folder: Path, layout: Combination, steps: int) -> None:
+    """Conversations of three rounds: each goes on from what was said, so answers' pages are hit as well."""
+    def hits(one: Combination) -> list[int]:
+        said, found = prompts(6), []
+        with engine(one, folder, context_length=160, scheduler={"chunk_size": 16, "max_running_requests": 8}) as ranks:
+            for turn in range(3):
+                ids = [turn * 100 + i for i in range(len(said))]
+                heard = ranks.run([submit(id, words, 9 + id % 5) for id, words in zip(ids, said)])
+                found += [admitted.cached_tokens for id in ids if (admitted := heard[id].admitted)]
+                said = [words + heard[id].tokens + [3 + turn, 4, 5] for id, words in zip(ids, said)]
+        return found
+
+    without = hits(layout)
+    assert sum(without) > 100 and hits(replace(layout, steps=steps)) == without
+
+
+@pytest.mark.parametrize("one", [Combination(tp=2, steps=1), Combination(tp=4, ep=4, dp=2, steps=2, overlap=False),
+                                 Combination(tp=4, dp=4, steps=3, chunked=True), Combination(steps=2)],
+                         ids=lambda one: one.name)
+def test_every_page_comes_back(folder: Path, one: Combination, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After preemption and an abort (``drive``), refusals, deadlines, and rows whose logits are NaN."""
+    with RankSet(rank_plan(one.config(folder), plugins()), plugins()) as ranks:
+        drive(ranks)
+        ranks.run([submit(100, [5] * 200, 4), Submit(101, [6, 7], SamplingParams(max_tokens=40), timeout=1e-4),
+                   submit(102, [8] * 5, 30)])
+        spoilt = spoil(ranks, monkeypatch)
+        ranks.turn([submit(200 + i, prompt, 30) for i, prompt in enumerate(prompts(8))])
+        for _ in range(4):
+            ranks.turn()
+        spoilt.append(True)
+        ranks.turn([Abort([203, 204])])
+        spoilt.clear()
+        heard = ranks.run()
+        ranks.check_idle()
+        data = ranks.control("check").data
+        for reply in data.get("ranks", [data]):
+            assert reply["free"] + reply["evictable"] == reply["total"]
+    ends = {id: end.finished.reason for id, end in heard.items() if end.finished}
+    assert ends[100] == "error" and ends[101] == "timeout" and ends[102] == "length" and ends[203] == "abort"
+    assert "error" in [ends[id] for id in range(200, 208)]
+
+
+def spoil(ranks: RankSet, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """While the returned list is not empty, the first row of logits is NaN on every rank."""
+    on: list[bool] = []
+    for rank in ranks.engines:
+        model = rank.runner.model
+        honest = model.logits
+
+        def spoilt(hidden: torch.Tensor, honest: Any = honest) -> torch.Tensor:
+            scores: torch.Tensor = honest(hidden)
+            if on and len(scores):
+                scores[0] = float("nan")
+            return scores
+
+        monkeypatch.setattr(model, "logits", spoilt)
+    return on
+
+
+# ---- the embedded model ---------------------------------------------------------------------------------------------
+
+QUESTIONS = ("What is 27 + 15?", "What is 902 - 417?", "Sort these numbers: 41, 7, 93", "Who are you?")
+
+
+@pytest.fixture(scope="module")
+def conversations() -> list[list[int]]:
+    with LLM(model="embedded") as llm:
+        assert llm.tokenizer is not None
+        texts = [llm.tokenizer.apply_chat_template([{"role": "user", "content": question}], thinking=i % 2 == 0)
+                 for i, question in enumerate(QUESTIONS)]
+        return [llm.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+
+
+def embedded_counts(conversations: Sequence[list[int]], steps: int, *, one_by_one: bool = False,
+                    overlap: bool = True, **parallel: int) -> list[list[int]]:
+    """Tokens a step of each answer; with several together, asked twice, so that the second time hits the cache."""
+    config: dict[str, Any] = {
+        "model": "embedded", "dtype": "float32", "device": "cpu", "context_length": 256, "memory": {"kv_tokens": 2048},
+        "speculative": {"use": "nextn", "steps": steps}, "scheduler": {"max_running_requests": 8, "overlap": overlap}}
+    if parallel:
+        config["parallel"] = [{"use": use, "size": size} for use, size in parallel.items()]
+    with RankSet(rank_plan(config, plugins()), plugins()) as ranks:
+        rounds = [[submit(i, prompt, 48)] for i, prompt in enumerate(conversations)] if one_by_one else [
+            [submit(first + i, prompt, 48) for i, prompt in enumerate(conversations)] for first in (100, 0)]
+        for requests in rounds:
+            ranks.run(requests)
+        ranks.check_idle()
+        return [ranks.heard[i].counts for i in range(len(conversations))]
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_accept_lengths_of_the_embedded_model(conversations: list[list[int]], steps: int) -> None:
+    alone = embedded_counts(conversations, steps, one_by_one=True)
+    assert sum(map(sum, alone)) / sum(map(len, alone)) > 1.5, "the trained layer drafts well"
+    assert embedded_counts(conversations, steps) == alone
+    assert embedded_counts(conversations, steps, overlap=False, tensor=2) == alone
+    assert embedded_counts(conversations, steps, tensor=2, ep_moe=2, dp_attention=2) == alone
