@@ -76,10 +76,10 @@ class OnDevice:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = getattr(self._held, name)
 
-        def moved(first: Any, *rest: Any) -> Any:
-            if not isinstance(first, torch.Tensor):
-                return method(first, *rest)
-            return method(first.to(self._device), *rest).cpu()
+        def moved(*given: Any) -> Any:
+            if not given or not isinstance(given[0], torch.Tensor):
+                return method(*given)
+            return method(given[0].to(self._device), *given[1:]).cpu()
 
         return moved
 

@@ -56,7 +56,7 @@ def quick_switches() -> Iterator[None]:
 
 def config_of(folder: Path, size: int, **more: Any) -> dict[str, Any]:
     collectives = {"use": "gloo", "timeout": 30} if size > 1 else {"use": "local"}
-    return {"model": str(folder), "weights": {"use": "random"}, "context_length": 256,
+    return {"model": str(folder), "device": "cpu", "weights": {"use": "random"}, "context_length": 256,
             "parallel": [{"use": "tensor", "size": size}], "collectives": collectives, **more}
 
 
