@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -56,6 +57,7 @@ class _Suite:
     error = 2e-6
     page_sizes: tuple[int, ...] = (1, 7, 16)
     max_width = 4
+    first_key = True  #: what ``AttentionOffers.first_key`` says
     entries: dict[str, tuple[int, ...]]
     queries: tuple[tuple[int, ...], ...]
 
@@ -101,7 +103,8 @@ class _Suite:
         parts, at = [], 0
         for index, row in enumerate(world.rows):
             queries = [x[at : at + row.queries] for x in args[: len(self.queries)]]
-            parts.append(self.definition(queries, [world.cached[name][index] for name in self.entries], layer))
+            history = [world.cached[name][index][world.batch.first_key :] for name in self.entries]
+            parts.append(self.definition(queries, history, layer))
             at += row.queries
         return torch.cat(parts).flatten(1)
 
@@ -119,6 +122,20 @@ class _Suite:
                 world = make_world(rows, page_size, seed, spare_columns=seed % 3)
                 layer, args = self.layer(generator), self.arguments(world, generator)
                 self.close(self.step(self.backend(page_size), world, layer, args), self.expected(world, layer, args))
+
+    def test_a_first_key_is_where_attention_begins(self) -> None:
+        """A draft's cache has nothing in the first position: not an entry, and here NaN."""
+        if not self.first_key:
+            pytest.skip("this backend reads every position")
+        for seed in range(2 * self.max_width):
+            generator, rng = torch.Generator().manual_seed(seed), np.random.default_rng(seed * 17)
+            page_size = self.page_sizes[seed % len(self.page_sizes)]
+            rows = [Row(row.length + 1, row.queries, row.prefill)
+                    for row in random_rows(rng, page_size, width=1 + seed % self.max_width)]
+            world = make_world(rows[-1:] if seed == 1 else rows, page_size, seed, spare_columns=seed % 3)
+            world.batch.first_key = 1
+            layer, args = self.layer(generator), self.arguments(world, generator)
+            self.close(self.step(self.backend(page_size), world, layer, args), self.expected(world, layer, args))
 
     def test_the_step_is_stored(self) -> None:
         generator = torch.Generator().manual_seed(5)

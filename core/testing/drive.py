@@ -73,7 +73,7 @@ class Drive:
         self.table = SequenceTable(sizes.max_running, sizes.positions, sizes.page_size)
         self.pages = PoisonedPages(sizes.num_pages)
         self.model = FakeModel(self.table, sizes.num_pages, vocab=plan.facts.model.vocab_size, width=sizes.width,
-                               seed=seed, bad=bad, depth=depth)
+                               seed=seed, bad=bad, depth=depth, lookahead=sizes.lookahead)
         self.pages.model = self.model
         scheduler.bind(self.table, self.pages, cache, policy)
         self.inflight: deque[tuple[Batch, StepResult]] = deque()

@@ -88,6 +88,7 @@ class RowState:
     length: int = 0
     last: int = 0
     state: int = START
+    begun: bool = False
     history: list[int] = field(default_factory=list)
 
 
@@ -97,13 +98,14 @@ class FakeModel:
     Args:
         width: tokens a decoding row computes; beyond one, drafts are right with probability ``hit``.
         bad: (sequence id, output length) at which the logits turn to NaN.
+        lookahead: entries that a draft writes behind what was accepted; nobody reads them.
         depth: steps that may be in flight when one is launched; each may make a bound too high by ``width - 1``.
     """
 
     def __init__(self, table: SequenceTable, num_pages: int, *, vocab: int, width: int = 1, hit: float = 0.6,
-                 seed: int = 0, bad: tuple[int, int] | None = None, depth: int = 1) -> None:
+                 seed: int = 0, bad: tuple[int, int] | None = None, depth: int = 1, lookahead: int = 0) -> None:
         self.table, self.vocab, self.width, self.hit, self.bad = table, vocab, width, hit, bad
-        self.depth = depth
+        self.depth, self.lookahead = depth, lookahead
         slots = num_pages * table.page_size
         self.tokens, self.positions = np.full(slots, POISON, np.int64), np.full(slots, POISON, np.int64)
         self.states = np.zeros(slots, np.uint64)
@@ -149,6 +151,7 @@ class FakeModel:
         stop = int(batch.kv_lens[i])
         start = stop - len(ids)
         state = self._read(batch, i, start)
+        self._check_chunk(batch, i, row, start, stop)
         self._score(batch, i, start, state, ids, result)
         for offset, token in enumerate(ids):
             state = extend(state, token)
@@ -159,6 +162,23 @@ class FakeModel:
             self._require(stop == len(sequence.all_tokens()), "the prefill samples before its end")
             row.length, row.state = stop, state
             self._accept(batch, i, row, [next_token(state, self.vocab)], result, logprobs)
+            self._draft(batch, i, row)
+
+    def _check_chunk(self, batch: Batch, i: int, row: RowState, start: int, stop: int) -> None:
+        """What a draft is told of a chunk: the token behind it, and whether it goes on from a cached prefix."""
+        chunk, number = i - batch.num_decodes, int(batch.rows[i])
+        self._require(batch.next_ids is not None and batch.resumed is not None, "next_ids or resumed is missing")
+        assert batch.next_ids is not None and batch.resumed is not None
+        following = 0 if batch.samples[i] else int(self.table.tokens[number, stop])
+        self._require(int(batch.next_ids[chunk]) == following, f"row {number} goes on with another token")
+        self._require(bool(batch.resumed[chunk]) == (start > 0 and not row.begun), f"row {number} is not resumed here")
+        row.begun = True
+
+    def _draft(self, batch: Batch, i: int, row: RowState) -> None:
+        """A draft's entries behind the accepted tokens: written over by the next step, on pages that are the row's."""
+        limit = int(self.table.max_length[int(batch.rows[i])])
+        for position in range(row.length - 1, min(row.length - 1 + self.lookahead, limit - 1)):
+            self._write(batch, i, position, POISON, START)
 
     def _decode(self, batch: Batch, i: int, row: RowState, result: StepResult, logprobs: NDArray[np.float32]) -> None:
         first = row.length - 1  # position of the last accepted token, whose entry is computed now
@@ -188,6 +208,7 @@ class FakeModel:
         while count < self.width and inputs[count] == truth[count - 1]:
             count += 1
         self._accept(batch, i, row, truth[:count], result, logprobs)
+        self._draft(batch, i, row)
 
     def _accept(self, batch: Batch, i: int, row: RowState, tokens: list[int], result: StepResult,
                 logprobs: NDArray[np.float32]) -> None:

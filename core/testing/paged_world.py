@@ -37,9 +37,10 @@ class World:
         pool = torch.full((self.num_pages * self.page_size, *shape), float("nan"))
         pool[0] = 0.0  # scratch: where padding rows look
         history = [torch.randn(row.length, *shape, generator=generator) for row in self.rows]
+        first = self.batch.first_key
         for index, row in enumerate(self.rows):
-            slots = self.slots_of(index)[: row.length - row.queries]
-            pool[slots] = history[index][: row.length - row.queries]
+            slots = self.slots_of(index)[first : row.length - row.queries]
+            pool[slots] = history[index][first : row.length - row.queries]
         self.cached[name], self.pools[name] = history, pool
         return torch.cat([past[past.shape[0] - row.queries :] for past, row in zip(history, self.rows, strict=True)])
 

@@ -287,6 +287,27 @@ class SamplerSuite:
             for row in range(3):
                 outputs[row].append(drawn[row])
 
+    def test_tokens_ahead_count_like_observed_ones(self) -> None:
+        """Drafts before a position are counted there, and only there: nothing is remembered of them."""
+        rng = np.random.default_rng(3)
+        params = make_params(temperature=0.9, presence_penalty=0.9, frequency_penalty=0.6, repetition_penalty=1.2,
+                             min_tokens=4)
+        drafts, logits = rng.integers(0, VOCAB, 3).tolist(), self.logits(4)
+        at_once, stepped = self.driver(), self.driver()
+        for driver in (at_once, stepped):
+            driver.join(5, params, [1, 2, 3], [4], [6])
+            driver.join(6, make_params(temperature=0.0), [1, 2, 3], [4])
+        rows, positions = [5, 5, 5, 5], [4, 5, 6, 7]
+        ahead = torch.tensor([[*drafts[:i], *[-1] * (3 - i)] for i in range(4)], device=at_once.device)
+        at_once.sampler.plan_step(decode_batch([5, 6], [7, 7]))
+        for _ in range(2):
+            drawn = at_once.sampler.sample(logits.clone().to(at_once.device), torch.tensor(rows, device=ahead.device),
+                                           torch.tensor(positions, device=ahead.device), ahead).tokens.tolist()
+        for i in range(4):
+            assert stepped.step([5], [positions[i]], logits[i : i + 1]).tokens.tolist() == [drawn[i]]
+            if i < 3:
+                stepped.observe([5], [drafts[i]])
+
     def test_rows_start_afresh(self) -> None:
         driver, fresh, logits = self.driver(), self.driver(), self.logits()
         for used in self.mixed_params()[:10]:

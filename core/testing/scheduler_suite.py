@@ -103,7 +103,7 @@ class SchedulerSuite:
         stops = frozenset(rng.sample(range(VOCAB), 60))
         sequences = [sequence(i, prompt(rng, rng.randrange(1, 40)), max_tokens=rng.randrange(1, 24), logprobs=1,
                               stop_ids=stops if i % 2 else frozenset()) for i in range(8)]
-        drive = self.drive(width=width, seed=seed)
+        drive = self.drive(width=width, lookahead=width - 1, seed=seed)
         self.run(drive, sequences)
         for one in sequences:
             assert len(drive.seen[one.id].logprobs) == len(drive.seen[one.id].tokens)
@@ -286,7 +286,7 @@ class SchedulerSuite:
         sequences = [sequence(i, rng.choice(heads)[: rng.randrange(1, 24)] + prompt(rng, rng.randrange(0, 8)),
                               max_tokens=rng.randrange(1, 30), arrival=float(i), priority=rng.randrange(3))
                      for i in range(12)]
-        drive = self.drive(depth=depth, width=width, seed=seed, num_pages=17 + rng.randrange(1, 6))
+        drive = self.drive(depth=depth, width=width, lookahead=width - 1, seed=seed, num_pages=17 + rng.randrange(1, 6))
         self.run(drive, sequences)
 
     def test_memory_pressure_preempts(self) -> None:
