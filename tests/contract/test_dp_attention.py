@@ -100,7 +100,8 @@ def test_a_rank_that_is_its_own_group_holds_its_attention_whole() -> None:
 
 @pytest.mark.parametrize(("modes", "agreed"), [
     ([Mode.IDLE, Mode.IDLE], Mode.IDLE), ([Mode.IDLE, Mode.DECODE], Mode.DECODE),
-    ([Mode.VERIFY, Mode.IDLE], Mode.VERIFY), ([Mode.DECODE, Mode.PREFILL], Mode.PREFILL), ([Mode.PREFILL, Mode.VERIFY], Mode.PREFILL)])
+    ([Mode.VERIFY, Mode.IDLE], Mode.VERIFY), ([Mode.DECODE, Mode.PREFILL], Mode.PREFILL),
+    ([Mode.PREFILL, Mode.VERIFY], Mode.PREFILL)])
 def test_groups_agree_on_the_most_of_everything(modes: list[Mode], agreed: Mode) -> None:
     """Ranks of one group say the same, and its load counts once."""
     own = [StepShape(modes[0], 3, 40, 5), StepShape(modes[1], 7, 9, 2)]

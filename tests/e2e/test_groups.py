@@ -8,15 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from glowplug import LLM
+from glowplug.core.batch import Batch
 from glowplug.core.engine import Engine
 from glowplug.core.messages import Abort, Control, Inbound, Reply, Stats, StepOutput, Submit
 from glowplug.core.offers import Mode
 from glowplug.core.plugins import PluginSet, load_plugins
+from glowplug.core.runner import InFlight, Runner
 from glowplug.core.testing.ranks import THREADS, RankSet, rank_plan, run_ranks, submit
 from tests.tiny import VOCAB, write_config
 
 MESHES = [(2, 2), (4, 2), (4, 4)]
 CONTEXT = 96
+SCORED = 5  #: the request of ``mix`` that asks for log-probabilities
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +51,10 @@ def mix() -> list[Submit]:
     lengths, outputs = (3, 70, 1, 12, 33, 5, 8, 2, 50, 17), (24, 2, 9, 1, 14, 20, 3, 11, 6, 16)
     found = []
     for id, (length, output) in enumerate(zip(lengths, outputs, strict=True), 1):
-        drawn = {"temperature": 0.9, "top_k": 20} if id % 3 == 0 else {}
-        asked = submit(id, prompt(id, length), output, **drawn, **({"frequency_penalty": 0.4} if id % 4 == 0 else {}))
+        extra = {"temperature": 0.9, "top_k": 20} if id % 3 == 0 else {}
+        extra |= {"frequency_penalty": 0.4} if id % 4 == 0 else {}
+        extra |= {"logprobs": 1, "prompt_logprobs": 2} if id == SCORED else {}
+        asked = submit(id, prompt(id, length), output, **extra)
         asked.priority = id % 2
         found.append(asked)
     return found
@@ -89,6 +95,7 @@ def test_tokens_are_those_of_one_rank(tmp_path: Path, plugins: PluginSet, alone:
         arriving(ranks, mix(), 3)
         assert tokens(ranks.heard) == alone
         ranks.check_idle()
+        assert len(ranks.heard[SCORED].logprobs) == 14 and len(ranks.heard[SCORED].prompt_logprobs) == 32
         assert sum(ranks.stats[group].finished for group in range(dp)) == len(alone)
         assert all(ranks.stats[group].finished for group in range(dp)), "a group had nothing to do"
 
@@ -142,6 +149,24 @@ def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Mode]:
     launch = engine.runner.launch
     monkeypatch.setattr(engine.runner, "launch", lambda batch: (modes.append(batch.mode), launch(batch))[1])
     return modes
+
+
+def test_warm_up_tries_a_step_in_which_only_one_group_has_work(tmp_path: Path, plugins: PluginSet,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Ready, on all ranks together; so the first request finds nothing untried."""
+    modes: dict[int, list[Mode]] = {}
+    launch = Runner.launch
+
+    def watch(runner: Runner, batch: Batch) -> InFlight:
+        modes.setdefault(id(runner), []).append(batch.mode)
+        return launch(runner, batch)
+
+    monkeypatch.setattr(Runner, "launch", watch)
+    with engine(tmp_path, plugins, 4, 2) as ranks:
+        tried = [modes[id(one.runner)] for one in ranks.engines]
+        both = [Mode.PREFILL, Mode.DECODE]
+        assert tried == [[*both, Mode.DECODE]] * 2 + [[*both, Mode.IDLE]] * 2
+        assert ranks.idle
 
 
 # ---- who has what ---------------------------------------------------------------------------------------------------
@@ -288,6 +313,20 @@ def test_every_rank_ends_when_the_front_has_gone(tmp_path: Path, plugins: Plugin
 
 
 # ---- what the front makes of it -------------------------------------------------------------------------------------
+
+
+def test_processes_report_group_by_group(tmp_path: Path, alone: dict[int, Any]) -> None:
+    """Each leader's frames reach the front on their own way, statistics with the last token of a group."""
+    asked = mix()[:4]
+    executor = {"use": "multiprocess", "threads": 1, "oversubscribe": True}
+    with LLM(**config(tmp_path, 2, 2, executor=executor)) as llm:
+        done = llm.generate([one.prompt for one in asked], [one.params for one in asked])
+        assert [one.token_ids for one in done] == [alone[one.id][0] for one in asked]
+        assert llm.stats.finished == 4 and llm.stats.running == 0 and llm.stats.pages_total == 2 * 128
+        pages = llm.control("check")["ranks"]
+        assert len(pages) == 2 and all(one["running"] == 0 < one["cached"] for one in pages)
+        llm.control("flush")
+        assert [one["cached"] for one in llm.control("check")["ranks"]] == [0, 0]
 
 
 def test_statistics_add_up_over_groups() -> None:
