@@ -279,6 +279,22 @@ def test_a_token_s_bits_do_not_depend_on_its_neighbours(mesh: dict[str, int], ex
     assert all(torch.equal(got[place], alone) for got, place in zip(made, places, strict=True))
 
 
+@pytest.mark.parametrize(("mesh", "exchange"), CASES)
+def test_every_choice_is_worked_on_by_the_ranks_that_share_the_expert(mesh: dict[str, int], exchange: str) -> None:
+    """And by no other; padding chooses nothing."""
+    step = tokens_of(5, torch.Generator().manual_seed(8))
+    steps = [step] + [tokens_of(2, torch.Generator())] * (mesh.get("dp", 1) - 1)
+
+    def body(collectives: Collectives, rank: int) -> int:
+        moved = strategy(rank, mesh, collectives, exchange=exchange).expert_exchange("m", EXPERTS)
+        own = steps[coordinates(rank, mesh)["dp"]]
+        assert moved is not None
+        return int((moved.dispatch(own.x, own.ids, own.weights, batch_of(steps))[1] >= 0).sum())
+
+    chosen = sum(tokens.ids.numel() for tokens in steps)
+    assert sum(on_ranks("threads", mesh, body)) == chosen * axis_size("moe_tp", mesh)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_travel_whole(dtype: torch.dtype) -> None:
     x, ids, weights = torch.randn(3, 5, 6).to(dtype), torch.randint(-1, 9, (3, 5, TOPK)), torch.rand(3, 5, TOPK)
