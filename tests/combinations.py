@@ -67,7 +67,7 @@ class Combination:
                 self.exchange if self.exchange != "auto" else ""]
         return "-".join(part for part in said if part)
 
-    def config(self, folder: Path) -> dict[str, Any]:
+    def config(self, folder: Path, **more: Any) -> dict[str, Any]:
         parallel = [{"use": use, "size": size} for use, size in
                     (("tensor", self.tp if self.tp > 1 else 0), ("ep_moe", self.ep), ("dp_attention", self.dp)) if size]
         for strategy in parallel:
@@ -84,7 +84,7 @@ class Combination:
             config["parallel"] = parallel
         if self.steps:
             config["speculative"] = {"use": "nextn", "steps": self.steps}
-        return config
+        return {**config, **more}
 
 
 def matrix() -> list[Combination]:
@@ -185,9 +185,12 @@ def note_gaps(ranks: RankSet, gaps: list[float]) -> None:
     model.logits = noted  # type: ignore[method-assign]
 
 
-def run(one: Combination, known: Reference) -> dict[int, Collected]:
-    """Run a combination and compare. PlanRefused as the plan says; AssertionError where it differs."""
-    with RankSet(rank_plan(one.config(known.folder), plugins()), plugins()) as ranks:
+def run(one: Combination, known: Reference, **more: Any) -> dict[int, Collected]:
+    """Run a combination and compare. PlanRefused as the plan says; AssertionError where it differs.
+
+    ``more``: sections that replace the configuration's.
+    """
+    with RankSet(rank_plan(one.config(known.folder, **more), plugins()), plugins()) as ranks:
         heard = drive(ranks)
     for id, want in known.heard.items():
         got = heard[id]

@@ -41,8 +41,8 @@ class Mixture:
     ep: bool
     dp: bool
 
-    def config(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The operator's configuration with this row's parts put in their place."""
+    def config(self, given: dict[str, Any], threads: int) -> dict[str, Any]:
+        """The operator's configuration with this row's parts put in their place. ``threads``: torch's, in each rank."""
         strategies = [("tensor", self.ranks > 1), ("ep_moe", self.ep), ("dp_attention", self.dp)]
         config = {**given, "cache": {"use": "radix" if self.radix else "none"}}
         parallel = [{"use": use, "size": self.ranks} for use, wanted in strategies if wanted]
@@ -50,7 +50,6 @@ class Mixture:
             config["parallel"] = parallel
         if self.steps:
             config["speculative"] = {"use": "nextn", "steps": self.steps}
-        threads = max(1, (os.cpu_count() or 1) // self.ranks)
         config.setdefault("executor", {"use": "multiprocess", "threads": threads})
         return config
 
@@ -70,6 +69,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--steps", type=int, default=1, help="tokens that NextN drafts")
     group.add_argument("--question", action="append", dest="questions", help="ask this; may be given several times")
     group.add_argument("--max-tokens", type=int, default=128)
+    group.add_argument("--threads", type=int, default=1, help="torch threads of each rank")
     group.add_argument("--repeat", type=int, default=3, help="rounds over the questions; medians are reported")
     group.add_argument("--result-filename", "--output-file", default=None, metavar="FILE", help="write JSON here")
     add_engine_options(parser)
@@ -113,7 +113,7 @@ def measure(mixture: Mixture, args: argparse.Namespace, given: dict[str, Any],
 
     started = time.perf_counter()
     try:
-        with LLM(**mixture.config(given)) as llm:
+        with LLM(**mixture.config(given, args.threads)) as llm:
             ready = time.perf_counter() - started
             figures, tokens = _ask_all(llm, args)
             return {"runs": "yes", "start s": round(ready, 2), "dtype": llm.plan.dtype, **figures}, tokens
@@ -197,4 +197,5 @@ def _conditions(args: argparse.Namespace) -> dict[str, Any]:
 
     return {"command": "glowplug " + " ".join(sys.argv[1:]), "date": time.strftime("%Y-%m-%d"),
             "torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine(),
-            "cores": os.cpu_count(), "rounds": args.repeat, "questions": list(args.questions or QUESTIONS)}
+            "cores": os.cpu_count(), "threads": args.threads, "rounds": args.repeat,
+            "questions": list(args.questions or QUESTIONS)}

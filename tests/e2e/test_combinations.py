@@ -27,6 +27,12 @@ def test_same_tokens(known: Reference, one: Combination) -> None:
     run(one, known)
 
 
+@pytest.mark.parametrize("one", [Combination(tp=2, steps=1), Combination(tp=4, ep=4, dp=2, steps=2),
+                                 Combination(tp=4, ep=4, dp=4, exchange="all_to_all")], ids=lambda one: one.name)
+def test_same_tokens_over_gloo(known: Reference, one: Combination) -> None:
+    run(one, known, collectives={"use": "gloo", "timeout": 60.0})
+
+
 def test_the_sample_covers_every_layout() -> None:
     everything = {(one.tp, one.ep, one.dp) for one in matrix() if one.fits}
     found = sample(SAMPLED, seed=20)
