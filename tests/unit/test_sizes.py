@@ -11,7 +11,7 @@ FILE_LINES = 400
 FUNCTION_LINES = 60
 #: file -> (limit, why it is one piece)
 LARGER_FILES = {
-    "core/protocols.py": (700, "one page with every contract; it holds no behaviour"),
+    "core/protocols.py": (750, "one page with every contract; it holds no behaviour"),
 }
 #: "file:function" -> (limit, why it is one piece)
 LARGER_FUNCTIONS: dict[str, tuple[int, str]] = {}
