@@ -16,6 +16,7 @@ from glowplug.core.messages import Failed, Outbound, Progress
 
 BEAT = 0.5  #: seconds between a rank's signs of life
 QUIET = 2.5  #: seconds without one that make a rank (or a host) suspect once others have lost a peer
+MARGIN = 4.0  #: seconds to name the cause and end everything
 SETTLE = 1.0  #: seconds to read on after the first sign of trouble
 SPAWN = 30.0  #: seconds a process may take to its first sign of life, whatever the limit
 SPAWNING, ENDED = "spawn", "ended"  #: phases before the first report of a rank, and after its orderly end
@@ -44,6 +45,12 @@ class Trouble(msgspec.Struct, array_like=True, frozen=True):
 def first_cause(troubles: Iterable[Trouble]) -> Trouble:
     """The earliest of the kind that explains most."""
     return min(troubles, key=lambda trouble: trouble.kind)
+
+
+def host_limit(timeout: float) -> float:
+    """Seconds of silence that end an engine across hosts, so that all is over ``timeout`` seconds after a link broke:
+    sooner than the collectives, which know only that a peer is missing."""
+    return max(timeout / 2, timeout - MARGIN)
 
 
 def silence(rank: int, phase: str, seconds: float) -> Trouble:

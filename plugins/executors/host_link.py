@@ -21,7 +21,7 @@ import msgspec
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from glowplug.core.errors import EngineDead
-from glowplug.plugins.executors.blame import BEAT, Kind, Trouble, silence
+from glowplug.plugins.executors.blame import BEAT, QUIET, Kind, Trouble, silence
 from glowplug.plugins.executors.site import Site
 
 POLL = 0.05  #: seconds between looks for sites that have not come
@@ -193,7 +193,8 @@ class HostLink:
         else:
             self._said.trouble = named(trouble, self.site.name(self.site.index))
         self._urgent.set()
-        self._told.wait(wait)
+        if not self._broken and time.monotonic() - self._turned < QUIET:  # else nobody can be told
+            self._told.wait(wait)
 
     def close(self) -> None:
         self._closed.set()

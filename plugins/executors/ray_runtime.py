@@ -16,7 +16,7 @@ from glowplug.core.messages import decode_outbound
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Worker
 from glowplug.plugins.executors.agreement import differences, identity
-from glowplug.plugins.executors.blame import ENDED, QUIET, SETTLE, Kind, Watch, first_cause
+from glowplug.plugins.executors.blame import ENDED, QUIET, SETTLE, Kind, Watch, first_cause, host_limit
 from glowplug.plugins.executors.local_ranks import GRACE, for_front
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 POLL = 0.5  #: seconds an actor waits for something to send
 PLACE = 60.0  #: seconds Ray may take to find room for the ranks
 PATIENCE = QUIET + 2 * SETTLE  #: seconds to wait for a silent rank once others have only lost peers
-SHARE = 0.75  #: of the collectives' timeout: a rank on another host that is silent for so long has gone
 LOADED = "ready", "serve", ENDED  #: phases of a rank that has loaded
 
 
@@ -37,7 +36,7 @@ class RayExecutor:
     def __init__(self, options: RayOptions, plan: EnginePlan, worker: Worker | None) -> None:
         self.options = options
         timeout = float(plan.choice("collectives").options.get("timeout", 600.0))
-        limit = options.watchdog if plan.hosts == 1 else min(options.watchdog, SHARE * timeout)
+        limit = options.watchdog if plan.hosts == 1 else min(options.watchdog, host_limit(timeout))
         self._watch = Watch(range(plan.ranks), limit)
         self._frames: SimpleQueue[bytes] = SimpleQueue()
         self._actors: list[Any] = []

@@ -9,7 +9,7 @@ from glowplug.core.errors import EngineDead, EngineStopped, PlanRefused
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Worker
 from glowplug.plugins.executors.agreement import differences, identity
-from glowplug.plugins.executors.blame import ENDED, QUIET, SETTLE, Kind, Trouble, first_cause
+from glowplug.plugins.executors.blame import ENDED, QUIET, SETTLE, Kind, Trouble, first_cause, host_limit
 from glowplug.plugins.executors.local_ranks import GRACE, LocalRanks
 from glowplug.plugins.executors.site import find_site
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 LOADED = "ready", "serve", ENDED  #: phases of a rank that has loaded
 PATIENCE = QUIET + 2 * SETTLE  #: seconds to wait for a host's silence once ranks have only lost peers
 WORD = 2.0  #: seconds to tell the other hosts why this one ends
-SHARE = 0.75  #: of the collectives' timeout, after which a silent host ends the engine: before the collectives do
 TURN = 0.5  #: seconds between looks at the other hosts
 
 
@@ -54,7 +53,7 @@ class TorchrunExecutor:
         from glowplug.plugins.executors.host_link import HostLink
 
         deadline = time.monotonic() + self.options.start_timeout
-        link = HostLink(self._site, SHARE * self._timeout, lambda: self._ranks.watch.states)
+        link = HostLink(self._site, host_limit(self._timeout), lambda: self._ranks.watch.states)
         self._site = link.open(self.options.start_timeout)
         found = link.meet(identity(plan), deadline - time.monotonic())
         refusals = differences(found, [self._site.name(one) for one in range(self._site.count)])
