@@ -55,7 +55,8 @@ class NextN:
     def accept(self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
         ends = None
         if batch.num_decodes < batch.num_rows:
-            ends = send([np.flatnonzero(batch.samples[batch.num_decodes :]) + batch.num_decodes], self._device)[0].long()
+            places = np.flatnonzero(batch.samples[batch.num_decodes :]) + batch.num_decodes
+            ends = send([places], self._device)[0].long()
         accepted = verify_chain(logits, batch, self._width, ends, sampler)
         self._keep_page_ends(batch, hidden)
         self._draft_on(batch, accepted, hidden, ends)
