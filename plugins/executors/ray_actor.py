@@ -73,8 +73,11 @@ class RankActor:
         """What must be the same as the executor's (``agreement.py``)."""
         return identity(EnginePlan.from_json(plan_json))
 
-    def pid(self) -> int:
-        return os.getpid()
+    def place(self) -> tuple[str, int]:
+        """Address of the host, and process."""
+        import ray
+
+        return ray.util.get_node_ip_address(), os.getpid()
 
     def start(self, plan_json: bytes, threads: int | None, rendezvous: str) -> None:
         self._polled = time.monotonic()

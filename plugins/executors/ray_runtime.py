@@ -10,6 +10,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec.structs import replace
 
 from glowplug.core.errors import EngineDead, EngineStopped, PlanRefused, Refusal
 from glowplug.core.messages import decode_outbound
@@ -46,6 +47,7 @@ class RayExecutor:
         self._dead: EngineDead | None = None
         self._ended = threading.Event()
         self._poller: threading.Thread | None = None
+        self._where = ""  # the hosts of the ranks, for messages
         self.pids: list[int] = []
 
     # ---- start ------------------------------------------------------------------------------------------------------
@@ -116,10 +118,13 @@ class RayExecutor:
         data = plan.to_json()
         try:
             found = ray.get([actor.identity.remote(data) for actor in self._actors], timeout=PLACE)
-            self.pids = ray.get([actor.pid.remote() for actor in self._actors], timeout=PLACE)
+            places = ray.get([actor.place.remote() for actor in self._actors], timeout=PLACE)
         except RayError as error:
             raise EngineDead(f"a rank's actor could not start in phase spawn: {_line(error)}") from error
-        names = ["the driver", *(f"rank {rank}" for rank in range(plan.ranks))]
+        self.pids = [pid for _, pid in places]
+        if plan.hosts > 1:
+            self._where = "; " + ", ".join(f"rank {rank} is on {host}" for rank, (host, _) in enumerate(places))
+        names = ["the driver", *(f"rank {rank} on {host}" for rank, (host, _) in enumerate(places))]
         refusals = differences([identity(plan), *found], names)
         if refusals:
             raise PlanRefused(refusals, "these hosts")
@@ -208,7 +213,8 @@ class RayExecutor:
                 kind = first_cause(self._watch.troubles).kind
             if kind == Kind.ENDED or waited > (PATIENCE if kind == Kind.CONSEQUENCE else SETTLE):
                 break
-        self._dead = self._dead or EngineDead(str(first_cause(self._watch.troubles)))
+        cause = first_cause(self._watch.troubles)
+        self._dead = self._dead or EngineDead(str(replace(cause, text=cause.text + self._where)))
 
     # ---- end --------------------------------------------------------------------------------------------------------
 
