@@ -23,6 +23,7 @@ from glowplug.core.errors import FactsError, GlowplugError, PluginLoadError
 from glowplug.core.facts import ModelFacts, SoftwareFacts
 from glowplug.core.facts_read import locate_model
 from glowplug.core.machine import software
+from glowplug.core.parameters import count_elements
 from glowplug.core.plugin_loading import BUILT_IN, PluginSource, Registration, describe, import_factory, load
 from glowplug.core.slots import SLOTS
 from glowplug.core.weight_classes import Tally, tally
@@ -63,13 +64,13 @@ DEFAULT_PLUGINS = (
     "glowplug.plugins.executors.inline",
     "glowplug.plugins.executors.multiprocess",
     "glowplug.plugins.executors.torchrun",
-    "glowplug.plugins.executors.torchrun",
+    "glowplug.plugins.executors.ray_executor",
     "glowplug.plugins.ops.torch_ops",
 )
 
 
 class ModelReading(NamedTuple):
-    """A model's facts, and the numbers its checkpoint holds by kind."""
+    """A model's facts, and the numbers its checkpoint holds by kind (its config.json describes, without tensors)."""
 
     facts: ModelFacts
     elements: Tally
@@ -175,8 +176,8 @@ class PluginSet:
             if facts is None:
                 raise FactsError(f"no plugin reads a model from {path}",
                                  "a folder with config.json and safetensors files, or a plugin for this format")
-            self._models[key] = ModelReading(facts, tally(
-                facts.tensors, facts.num_layers, bool(facts.config.get("tie_word_embeddings"))))
+            elements = tally(facts.tensors, facts.num_layers, bool(facts.config.get("tie_word_embeddings")))
+            self._models[key] = ModelReading(facts, elements or count_elements(facts))
         return self._models[key]
 
     def _facts(self, path: Path) -> ModelFacts | None:

@@ -12,7 +12,7 @@ from glowplug.core.facts import ModelFacts
 from glowplug.core.memory.layout import DTYPE_BYTES
 from glowplug.core.mesh import axis_size
 from glowplug.core.offers import AttentionOffers, QuantizationOffers, SpeculativeOffers
-from glowplug.core.parameters import count_elements, stated
+from glowplug.core.parameters import stated
 from glowplug.core.plan import BudgetLine, Sizes
 from glowplug.core.rank_bytes import Storage, weights_by_rank
 from glowplug.core.weight_classes import Tally
@@ -116,8 +116,8 @@ def _weights(draft: Draft) -> list[BudgetLine]:
 def _weight_line(draft: Draft, name: str, model: ModelFacts, elements: Tally, storage: Storage,
                  drafts: bool) -> BudgetLine:
     ranks = draft.values["ranks"]
-    how = "tensor headers" if elements else "arithmetic from config.json"
-    held = weights_by_rank(elements or count_elements(model), model, draft.values["mesh"], ranks, storage, drafts)
+    how = "tensor headers" if model.tensors else "arithmetic from config.json"
+    held = weights_by_rank(elements, model, draft.values["mesh"], ranks, storage, drafts)
     if ranks > 1:
         how += f", over {ranks} ranks"
     return BudgetLine(name, max(held), how, held if len(set(held)) > 1 else ())

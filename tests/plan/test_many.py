@@ -12,44 +12,60 @@ from glowplug.core.testing.fakes import TINY_LLAMA, TINY_V3, write_model
 from tests.source_tree import ROOT
 
 SCRIPT = """
-import itertools, json, random, sys, time
+import json, math, random, sys, time
 from glowplug.core.errors import PlanRefused
 from glowplug.core.machine import read_sheet
 from glowplug.core.plugins import load_plugins
 from glowplug.core.resolve import plan
 
-axes = [json.loads(sys.argv[1]), ["auto", "torch_mla", "torch_mha"], ["auto", "bfloat16", "fp8_e4m3"],
-        ["auto", "none", "block_fp8", "fp8"], ["auto", "float32", "float16"], ["fcfs", "priority", "longest_prefix"],
-        ["radix", "none"], [True, False], [None, 16, 64], ["1xh200", "8xh200", "2x8xh200", "cpu"]]
-combinations = list(itertools.product(*axes))
-random.Random(7).shuffle(combinations)
+axes = [json.loads(sys.argv[1]), ["auto", "auto", "torch_mla", "torch_mha"], ["auto", "auto", "bfloat16", "fp8_e4m3"],
+        ["auto", "auto", "none", "block_fp8", "fp8"], ["auto", "float32", "float16"],
+        ["fcfs", "priority", "longest_prefix"], ["radix", "none"], [True, False], [None, 16, 64],
+        [1, 2, 2, 3, 4, 4, 8, 16], [0, 0, 0, 2, 4, 16], [0, 0, 0, 2, 4, 16],
+        [None, None, {}, {}, {"steps": 3}, {"steps": 2, "draft_tokens": 2}, {"draft_model": sys.argv[2]}],
+        ["1xh200", "8xh200", "2x8xh200", "cpu"]]
+rng = random.Random(7)
 plugins, sheets = load_plugins(entry_points=False), {name: read_sheet(name) for name in axes[-1]}
-admitted = refused = 0
+admitted = refused = several = 0
 incomplete = []
 started = time.process_time()
-for model, attention, kv, quantization, dtype, policy, cache, overlap, page, sheet in combinations[:10_000]:
+for _ in range(10_000):
+    (model, attention, kv, quantization, dtype, policy, cache, overlap, page, tp, ep, dp, drafts,
+     sheet) = map(rng.choice, axes)
     config = {"model": model, "weights": {"use": "random"}, "dtype": dtype,
               "attention": {"use": attention, "kv_dtype": kv, "page_size": page}, "quantization": {"use": quantization},
-              "policy": {"use": policy}, "cache": {"use": cache}, "scheduler": {"overlap": overlap}}
+              "policy": {"use": policy}, "cache": {"use": cache}, "scheduler": {"overlap": overlap},
+              "parallel": [{"use": use, "size": size} for use, size in
+                           (("tensor", tp), ("ep_moe", ep), ("dp_attention", dp)) if size > (use == "tensor")]}
+    if drafts is not None:
+        config["speculative"] = {"use": "nextn", **drafts}
     try:
-        plan(config, plugins=plugins, hardware=sheets[sheet], contributed={"executor.use": "inline"})
+        made = plan(config, plugins=plugins, hardware=sheets[sheet], contributed={"executor.use": "inline"})
+        several += made.ranks > 1
         admitted += 1
     except PlanRefused as error:
         refused += 1
         incomplete += [str(r) for r in error.refusals if not (r.by and r.field and r.reason and r.fix and r.origin)]
+        said = [(r.field, r.reason) for r in error.refusals]
+        incomplete += [f"{said} says something twice"] if len(set(said)) < len(said) else []
 print(json.dumps({"seconds": time.process_time() - started, "admitted": admitted, "refused": refused,
-                  "incomplete": incomplete, "torch": "torch" in sys.modules, "of": len(combinations)}))
+                  "several ranks": several, "incomplete": incomplete, "torch": "torch" in sys.modules,
+                  "of": math.prod(len(axis) for axis in axes)}))
 """
 
 
 @pytest.mark.timing
 def test_ten_thousand_combinations(tmp_path: Path) -> None:
     quantized = {**TINY_V3, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    drafting = {**TINY_V3, "num_nextn_predict_layers": 1}
     folders = [write_model(tmp_path / name, config)
-               for name, config in (("v3", TINY_V3), ("fp8", quantized), ("llama", TINY_LLAMA))]
+               for name, config in (("v3", drafting), ("fp8", quantized), ("llama", TINY_LLAMA))]
+    draft = write_model(tmp_path / "draft", {**drafting, "architectures": ["DeepseekV3ForCausalLMNextN"],
+                                             "num_hidden_layers": 1, "first_k_dense_replace": 0})
     found = {}
     for _ in range(2):  # a busy machine gets a second chance
-        done = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps([str(folder) for folder in folders])],
+        done = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps([str(folder) for folder in folders]),
+                               str(draft)],
                               text=True, capture_output=True, timeout=240, check=False,
                               env={"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin"})
         assert done.returncode == 0, done.stderr
@@ -58,6 +74,6 @@ def test_ten_thousand_combinations(tmp_path: Path) -> None:
             break
     print(found)
     assert found["admitted"] + found["refused"] == 10_000 <= found["of"]
-    assert found["admitted"] > 500 and found["refused"] > 500
+    assert found["admitted"] > 300 and found["refused"] > 500 and found["several ranks"] > 200
     assert found["incomplete"] == [] and not found["torch"]
     assert found["seconds"] < 10, found
