@@ -49,7 +49,10 @@ def main(plan: EnginePlan, plugins: PluginSet) -> int:
     executor = make_executor(plan, plugins)
     if not executor.leads:
         set_up_logging(log)
-        return follow(plan, plugins, executor)
+        code = follow(plan, plugins, executor)
+        logging.shutdown()
+        # NOTE: a thread may still wait for a store behind a broken link; taking torch down around it takes seconds.
+        os._exit(code)
     try:
         listener = bind(options.host, options.port)
     except OSError as error:
