@@ -360,7 +360,10 @@ class Collectives(Protocol):
     """
 
     def all_reduce(self, x: Tensor, axis: str) -> Tensor:
-        """The sum over the axis, bitwise the same on each of its ranks. May be computed in place."""
+        """The sum over the axis, bitwise the same on each of its ranks. May be computed in place.
+
+        On the CPU a row's bits do not depend on the rows around it.
+        """
         ...
 
     def all_gather(self, x: Tensor, axis: str, dim: int = 0) -> Tensor:

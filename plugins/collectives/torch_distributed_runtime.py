@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from glowplug.plugins.collectives.torch_distributed import TorchDistributedOptio
 AXES = ("tp", "pp", *OVER_TP, *WITHIN)
 WORLD = "world"
 INLINE = 2040  #: bytes of a broadcast that travel with its length
+GATHERED = 1 << 13  #: numbers few enough to send all of them to every rank and add them up there
 
 
 class Gloo:
@@ -90,18 +92,39 @@ class Gloo:
         members = self._of.get(axis)
         if members is None or not x.numel():
             return x
-        total = x.contiguous()
-        self._await("all_reduce", axis, lambda: members.allreduce([total]))
-        return total
+        return self._sum(members, x.contiguous(), axis)
+
+    def _sum(self, members: Any, x: Tensor, axis: str) -> Tensor:
+        """NOTE: gloo's ring adds in an order that depends on where in x a number lies, so from three ranks on a token's
+        bits would depend on its neighbours. Here every number is added up in float32 and in order of rank."""
+        ranks = members.size()
+        if ranks <= 2:  # two terms have one order only
+            self._await("all_reduce", axis, lambda: members.allreduce([x]))
+            return x
+        if x.numel() <= GATHERED:
+            return add_up(self._gathered(members, x, "all_reduce", axis)).to(x.dtype)
+        slices = F.pad(x.view(-1), (0, -x.numel() % ranks)).view(ranks, -1)
+        own = add_up(self._exchanged(members, slices, "all_reduce", axis)).to(x.dtype)
+        return self._gathered(members, own, "all_reduce", axis).view(-1)[: x.numel()].view(x.shape)
+
+    def _gathered(self, members: Any, part: Tensor, operation: str, axis: str) -> Tensor:
+        """part [...], contiguous -> [ranks, ...]."""
+        every = part.new_empty(members.size(), *part.shape)
+        if part.numel():
+            self._await(operation, axis, lambda: members._allgather_base(every.view(-1), part.view(-1)))
+        return every
+
+    def _exchanged(self, members: Any, sent: Tensor, operation: str, axis: str) -> Tensor:
+        """sent [ranks, ...], contiguous -> [ranks, ...]."""
+        received = torch.empty_like(sent)
+        self._await(operation, axis, lambda: members.alltoall_base(received, sent, [], []))
+        return received
 
     def all_gather(self, x: Tensor, axis: str, dim: int = 0) -> Tensor:
         members = self._of.get(axis)
         if members is None:
             return x
-        part = x.contiguous()
-        every = part.new_empty(members.size(), *part.shape)
-        if part.numel():
-            self._await("all_gather", axis, lambda: members._allgather_base(every.view(-1), part.view(-1)))
+        every = self._gathered(members, x.contiguous(), "all_gather", axis)
         return every.flatten(0, 1) if dim == 0 else torch.cat(every.unbind(0), dim)
 
     def reduce_scatter(self, x: Tensor, axis: str) -> Tensor:
@@ -118,10 +141,7 @@ class Gloo:
         members = self._of.get(axis)
         if members is None or not x.numel():
             return x
-        sent = x.contiguous()
-        received = torch.empty_like(sent)
-        self._await("all_to_all", axis, lambda: members.alltoall_base(received, sent, [], []))
-        return received
+        return self._exchanged(members, x.contiguous(), "all_to_all", axis)
 
     def all_to_all_rows(self, x: Tensor, counts: Sequence[int], received: Sequence[int], axis: str) -> Tensor:
         members = self._of.get(axis)
@@ -182,8 +202,20 @@ class Gloo:
         self._host = None
 
 
+def add_up(parts: Tensor) -> Tensor:
+    """[N, ...] -> [...], in order; floats in float32."""
+    total = parts[0].float() if parts.is_floating_point() else parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
 class Nccl(Gloo):
     """``Collectives`` among CUDA devices; the host's own exchanges stay with gloo."""
+
+    def _sum(self, members: Any, x: Tensor, axis: str) -> Tensor:
+        self._await("all_reduce", axis, lambda: members.allreduce([x]))
+        return x
 
     def _axis_group(self, members: tuple[int, ...]) -> Any:
         options = dist.ProcessGroupNCCL.Options()

@@ -3,8 +3,8 @@
 Ranks of one group hold the same tokens, so each brings its own slice of them and every token travels once. Slices are
 as long as the busiest group's, with padding rows of zeros and ids of -1. S rows a slice, K experts a token.
 
-NOTE: partial results are added up here, in float32 and in order of rank, instead of by the backend's reductions: a ring
-adds in an order that depends on where in the buffer a row lies, so a token's bits would depend on its neighbours.
+NOTE: slices are added up here, in float32 and in order of rank, instead of by the backend's reduce-scatter: a ring adds
+in an order that depends on where in the buffer a row lies, so a token's bits would depend on its neighbours.
 """
 from __future__ import annotations
 
@@ -84,17 +84,6 @@ class Exchange:
             own = add_up(self._collectives.all_to_all(slices, "attn_tp")) + own
         return self._collectives.all_gather(own.to(dtype), "attn_tp")[:tokens]
 
-    def _sum(self, x: Tensor, axis: str, ranks: int) -> Tensor:
-        """x [tokens, hidden] of every rank of the axis, added up on each of them."""
-        if ranks <= 2:  # two terms have one order only
-            return self._collectives.all_reduce(x, axis)
-        tokens = x.shape[0]
-        if tokens <= ranks:  # few enough to send all of them everywhere
-            return add_up(self._collectives.all_gather(x.unsqueeze(0), axis)).to(x.dtype)
-        slices = F.pad(x, (0, 0, 0, -tokens % ranks)).view(ranks, -1, x.shape[1])
-        own = add_up(self._collectives.all_to_all(slices, axis)).to(x.dtype)
-        return self._collectives.all_gather(own, axis)[:tokens]
-
 
 class AllGatherExchange(Exchange):
     """Every rank gets every token and works on those that chose its experts. Any split, fixed shapes.
@@ -114,7 +103,7 @@ class AllGatherExchange(Exchange):
 
     def combine(self, y: Tensor, partial: Tensor | None = None) -> Tensor:
         if self._layout.group[1] == self._layout.tp:
-            return self._sum(y if partial is None else y.add_(partial), "tp", self._layout.tp)
+            return self._collectives.all_reduce(y if partial is None else y.add_(partial), "tp")
         parts = self._collectives.all_to_all(y.view(self._layout.tp, self._rows, y.shape[1]), "tp")
         return self._finish(add_up(parts), self._tokens, partial, y.dtype)
 
