@@ -11,7 +11,7 @@ from tests.agreeing import AgreeingOptions
 
 
 class AgreeingSource(RandomSource):
-    """Random weights; ``eh_proj`` is the identity on the embedding's half and a little noise on the other."""
+    """Random weights; ``eh_proj`` is the identity on the embedding's half, and random on the hidden state's."""
 
     def __init__(self, options: AgreeingOptions, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
@@ -21,7 +21,7 @@ class AgreeingSource(RandomSource):
         made = super()._make(name, shape, dtype)
         if name.endswith("eh_proj.weight"):
             hidden = shape[0]
-            return torch.cat([torch.eye(hidden, dtype=made.dtype), 0.2 * made[:, hidden:]], dim=1)
+            return torch.cat([torch.eye(hidden, dtype=made.dtype), 0.7 * made[:, hidden:]], dim=1)
         if ".o_proj." in name or ".down_proj." in name:
             return made * self._spread
         return made

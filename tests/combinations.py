@@ -235,6 +235,8 @@ def whole(cells: Sequence[Combination], jobs: int) -> dict[str, Any]:
             results.append(done.result())
             if results[-1][1] == "failed":
                 print(*results[-1], flush=True)
+            if len(results) % 50 == 0:
+                print(f"{len(results)} of {len(cells)} cells", flush=True)
     kinds = [kind for _, kind, _ in results]
     return {"cells": len(results), "admitted": sum(one.fits for one in cells), "refused": kinds.count("refused"),
             "run": kinds.count("same") + kinds.count("failed"), "same_tokens": kinds.count("same"),
