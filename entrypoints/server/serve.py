@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import uvicorn
 
@@ -49,10 +49,7 @@ def main(plan: EnginePlan, plugins: PluginSet) -> int:
     executor = make_executor(plan, plugins)
     if not executor.leads:
         set_up_logging(log)
-        code = follow(plan, plugins, executor)
-        logging.shutdown()
-        # NOTE: a thread may still wait for a store behind a broken link; taking torch down around it takes seconds.
-        os._exit(code)
+        _leave(follow(plan, plugins, executor))
     try:
         listener = bind(options.host, options.port)
     except OSError as error:
@@ -62,8 +59,22 @@ def main(plan: EnginePlan, plugins: PluginSet) -> int:
     with listener:
         tokenizer = open_tokenizer(plan, plugins)
         parsers = [plugins.build(choice, plan, Worker()) for choice in plan.choices_in("outputs")]
-        return serve_until_done(plan, tokenizer, parsers, listener=listener, plugins=plugins, log=log,
+        code = serve_until_done(plan, tokenizer, parsers, listener=listener, plugins=plugins, log=log,
                                 make=lambda: start_executor(plan, plugins, executor))
+    if code:
+        _leave(code)
+    return code
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process at once, everything said and closed.
+
+    NOTE: a thread may wait for a host behind a broken link, and taking torch down around it takes seconds.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def serve_until_done(plan: EnginePlan, tokenizer: Tokenizer | None, parsers: Sequence[OutputParserFactory], *,

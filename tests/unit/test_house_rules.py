@@ -19,6 +19,8 @@ ENVIRONMENT_ACCESS = {
     "core/facts_read.py",  # HF_HOME: where the hub's own tools keep downloaded models
     "models/embedded/batches.py",  # training: tells the tokenizer's library that workers follow
     "plugins/collectives/rendezvous.py",  # how torchrun tells its ranks where to meet
+    "plugins/executors/site.py",  # the same: which rank this process looks after
+    "entrypoints/flags.py",  # was this process started by torchrun, and on how many hosts
     "entrypoints/bench/local_server.py",  # hands its own environment to a child
 }
 IDENTITY = {"name", "use", "algorithm"}
