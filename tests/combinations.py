@@ -127,6 +127,8 @@ def requests() -> Iterator[tuple[int, Submit]]:
         params: dict[str, Any] = {"temperature": 0.0, "logprobs": 2}
         if i % 7 == 5:  # drawn, with everything that looks back at the tokens before
             params = {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.1, "presence_penalty": 0.4}
+        elif i % 7 == 2:  # greedy, and it must not repeat itself, drafts included
+            params |= {"frequency_penalty": 0.8, "repetition_penalty": 1.2}
         turn = 0 if i < 8 else 3 * (i - 6)
         stops = list(range(2, 14)) if i % 3 == 0 else []
         yield turn, Submit(i + 1, prompt, SamplingParams(max_tokens=most, seed=i, **params), stop_ids=stops)

@@ -197,5 +197,5 @@ def _conditions(args: argparse.Namespace) -> dict[str, Any]:
 
     return {"command": "glowplug " + " ".join(sys.argv[1:]), "date": time.strftime("%Y-%m-%d"),
             "torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine(),
-            "cores": os.cpu_count(), "threads": args.threads, "rounds": args.repeat,
+            "cores": os.cpu_count(), "threads": args.threads, "load_average": os.getloadavg()[1], "rounds": args.repeat,
             "questions": list(args.questions or QUESTIONS)}
