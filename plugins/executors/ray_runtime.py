@@ -37,8 +37,8 @@ class RayExecutor:
     def __init__(self, options: RayOptions, plan: EnginePlan, worker: Worker | None) -> None:
         self.options = options
         timeout = float(plan.choice("collectives").options.get("timeout", 600.0))
-        limit = options.watchdog if plan.hosts == 1 else min(options.watchdog, host_limit(timeout))
-        self._watch = Watch(range(plan.ranks), limit)
+        self._limit = options.watchdog if plan.hosts == 1 else min(options.watchdog, host_limit(timeout))
+        self._watch = Watch(range(plan.ranks), options.watchdog)
         self._frames: SimpleQueue[bytes] = SimpleQueue()
         self._actors: list[Any] = []
         self._group: Any = None
@@ -71,6 +71,7 @@ class RayExecutor:
             if time.monotonic() > deadline:
                 raise EngineDead(f"rank {slow[0]} was not ready after {self.options.start_timeout:.0f} s "
                                  f"(phase {self._watch.phase(slow[0])})")
+        self._watch.limit = self._limit  # NOTE: while ranks import and load they may be kept from signs of life
 
     def _connect(self, plan: EnginePlan) -> None:
         import ray
@@ -109,7 +110,7 @@ class RayExecutor:
             place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank // per)
             self._actors.append(remote.options(
                 num_cpus=1, num_gpus=cards, max_restarts=0, max_concurrency=8, scheduling_strategy=place,
-                runtime_env=environment).remote(rank, self._watch.limit))
+                runtime_env=environment).remote(rank, self._limit))
 
     def _compare(self, plan: EnginePlan) -> None:
         import ray
