@@ -173,15 +173,23 @@ def start_ray(hosts: Hosts) -> tuple[Started, Started]:
     ray, temporary = str(Path(sys.executable).with_name("ray")), str(hosts.folder / "ray")
     usual = ("--num-cpus", "1", "--disable-usage-stats", "--object-store-memory", "100000000", "--block")
     quiet = {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
-    hosts.start(0, ray, "start", "--head", "--node-ip-address", "10.91.0.1", "--port", str(RAY), "--temp-dir",
+    head = hosts.start(0, ray, "start", "--head", "--node-ip-address", "10.91.0.1", "--port", str(RAY), "--temp-dir",
                 temporary, "--include-dashboard", "false", *usual, **quiet)
-    time.sleep(8.0)
+    _until(head, "Ray runtime started")
     second = hosts.start(1, ray, "start", "--address", f"10.91.0.1:{RAY}", "--node-ip-address", "10.91.0.2", *usual,
                          **quiet)
-    time.sleep(8.0)
+    _until(second, "Ray runtime started")
     first = hosts.start(0, sys.executable, *serve_words(
         "--nnodes", "2", "--distributed-executor-backend", "ray", "--dist-init-addr", f"10.91.0.1:{RAY}"), **quiet)
     return first, second
+
+
+def _until(one: Started, said: str) -> None:
+    deadline = time.monotonic() + START
+    while said not in one.text():
+        if time.monotonic() > deadline or one.process.poll() is not None:
+            raise RuntimeError(f"not started: {one.text()[-2000:]}")
+        time.sleep(0.2)
 
 
 STARTS = {"flags": start_flags, "torchrun": start_torchrun, "ray": start_ray}
