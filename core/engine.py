@@ -166,7 +166,7 @@ class Engine:
 
     def _flush(self, args: dict[str, Any]) -> dict[str, Any]:
         """All ranks or none: a group that is busy refuses for every other."""
-        still = not self._launched and self.scheduler.load().running == 0
+        still = self.scheduler.load().running == 0
         if not self.controls.everywhere(still) or not self.scheduler.flush():
             raise RequestError("requests are running; the cache can be flushed only when idle")
         return {}
