@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from glowplug.core.errors import ConfigError, EngineDead, PlanRefused, RequestError
+from glowplug.core.errors import ConfigError, EngineDead, PlanRefused
 from glowplug.entrypoints.bench import report
 from glowplug.entrypoints.bench.engine_options import add_engine_options, engine_config
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 QUESTIONS = ("What is 347 + 258?", "What is 902 - 417?", "Reverse the list: k, d, r, b, z, m", "Who are you?",
              "Sort these numbers: 41, 7, 93, 18, 66", "What is a harbour?")
-FLUSH_ATTEMPTS = 10  #: turns of the engine within which a finished query's last step is over
 COLUMNS = ("ranks", "radix", "NextN", "EP-MoE", "DP-attention", "runs", "start s", "TTFT ms", "latency ms", "TPS@1",
            "accept length", "same output")
 
@@ -155,7 +154,7 @@ def _ask(llm: LLM, question: str, most: int) -> Answer:
     """One greedy answer, nothing of it in the prefix cache. Form with working where the model has one."""
     from glowplug.core.request import SamplingParams
 
-    _flush(llm)
+    llm.control("flush")
     params = SamplingParams(temperature=0.0, max_tokens=most)
     tokens: list[int] = []
     first = last = 0.0
@@ -166,17 +165,6 @@ def _ask(llm: LLM, question: str, most: int) -> Answer:
             first = first or last
             tokens.extend(delta.token_ids)
     return Answer(first, last, tokens)
-
-
-def _flush(llm: LLM) -> None:
-    """Empty the prefix cache. NOTE: a step may still be under way for the answer that has just ended."""
-    for attempt in range(FLUSH_ATTEMPTS):
-        try:
-            llm.control("flush")
-            return
-        except RequestError:
-            if attempt == FLUSH_ATTEMPTS - 1:
-                raise
 
 
 def _drafts(llm: LLM) -> tuple[int, int]:
