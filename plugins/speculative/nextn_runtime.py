@@ -11,6 +11,7 @@ from glowplug.core.placement import send
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Limits, Model, ModelFamily, Sampler, Worker
 from glowplug.plugins.speculative.drafting import Pass, extend, one_more
+from glowplug.plugins.speculative.host_chain import extend_host, page_ends, verify_chain_host
 from glowplug.plugins.speculative.nextn import NextNOptions
 from glowplug.plugins.speculative.verify import verify_chain
 
@@ -32,6 +33,7 @@ class NextN:
         self._device, self._dtype = torch.device(worker.device), worker.dtype
         #: other groups of ranks take part in every pass, whether this one needs it or not
         self._grouped = plan.mesh.get("dp", 1) > 1
+        self._on_host = self._device.type == "cpu"
 
     def width(self) -> int:
         return self._width
@@ -53,6 +55,8 @@ class NextN:
         return self._last[batch.row_ids[: batch.num_decodes]]
 
     def accept(self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
+        if self._on_host and batch.num_decodes == batch.num_rows > 0:
+            return self._accept_on_host(logits, hidden, batch, sampler)
         ends = None
         if batch.num_decodes < batch.num_rows:
             places = np.flatnonzero(batch.samples[batch.num_decodes :]) + batch.num_decodes
@@ -60,6 +64,22 @@ class NextN:
         accepted = verify_chain(logits, batch, self._width, ends, sampler)
         self._keep_page_ends(batch, hidden)
         self._draft_on(batch, accepted, hidden, ends)
+        return accepted
+
+    def _accept_on_host(self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
+        """The same for decoding rows whose tensors the host can read: refused tokens are not drafted on."""
+        rows, width = batch.num_rows, self._width
+        accepted = verify_chain_host(logits, batch, width, sampler)
+        places, pages = page_ends(batch, self._page_size)
+        if len(places):
+            self._page_ends[torch.from_numpy(pages)] = hidden[torch.from_numpy(places)].to(self._dtype)
+        keep = width if self._grouped else int(accepted.counts.max())
+        step = extend_host(batch, accepted, self._page_size, keep)
+        previous = hidden if keep == width else hidden.view(rows, width, -1)[:, :keep].reshape(rows * keep, -1)
+        drafted = self._run(step.batch, step.batch.input_ids, previous)
+        drafts = self._chain(batch, drafted[torch.from_numpy(step.newest)], torch.from_numpy(step.lengths), None)
+        self._last.numpy()[batch.rows] = np.stack([step.last, *(draft.numpy() for draft in drafts)], axis=1)
+        self._computed.numpy()[batch.rows] = np.minimum(step.lengths, self._context)
         return accepted
 
     def _keep_page_ends(self, batch: Batch, hidden: Tensor) -> None:
