@@ -99,14 +99,15 @@ class Hosts:
     def cut(self) -> None:
         ip("-n", self.names[1], "link", "set", self.links[1], "down")
 
-    def engine_pids(self, host: int) -> set[int]:
-        """Processes of the engine on a host; Ray's own apart."""
+    def engine_pids(self, host: int, launcher: bool = False) -> set[int]:
+        """Processes of the engine on a host; Ray's own apart, and PyTorch's launcher unless it is asked for."""
         found = set()
         for pid in subprocess.run(["ip", "netns", "pids", self.names[host]], capture_output=True, text=True,
                                   check=True).stdout.split():
             with _gone():
                 words = Path("/proc", pid, "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                if re.search(r"glowplug serve|spawn_main|RankActor|torchrun", words):
+                if re.search(r"glowplug serve|spawn_main|RankActor", words) and (
+                        launcher or "torch.distributed.run" not in words):
                     found.add(int(pid))
         return found
 
@@ -208,10 +209,12 @@ def ready(hosts: Hosts, first: Started) -> None:
 
 @dataclass
 class Outcome:
-    """``seconds``: from the fault until the engine's processes had gone on host 0 and on host 1."""
+    """``seconds``: from the fault until the engine's processes had gone on host 0 and on host 1; ``launcher``: until
+    PyTorch's launcher, which looks after them at its own pace, had gone too."""
 
     answer: str
     seconds: tuple[float | None, float | None]
+    launcher: tuple[float | None, float | None]
     said: tuple[str, str]
 
     def wrong(self, fault: str, way: str) -> list[str]:
@@ -240,18 +243,18 @@ def run(way: str, fault: str, folder: Path) -> Outcome:
         if fault == "cut the link":
             hosts.cut()
         else:
-            for pid in hosts.engine_pids(int(fault[-1])):
+            for pid in hosts.engine_pids(int(fault[-1]), launcher=True):
                 with _gone():
                     os.kill(pid, signal.SIGKILL)
-        seconds = _ends(hosts, began)
-        return Outcome(answer, seconds, (_reason(first), _reason(second)))
+        seconds = _ends(hosts, began, launcher=False)
+        return Outcome(answer, seconds, _ends(hosts, began, launcher=True), (_reason(first), _reason(second)))
 
 
-def _ends(hosts: Hosts, began: float) -> tuple[float | None, float | None]:
+def _ends(hosts: Hosts, began: float, launcher: bool) -> tuple[float | None, float | None]:
     found: list[float | None] = [None, None]
     while None in found and time.monotonic() - began < 4 * DIST_TIMEOUT:
         for host in (0, 1):
-            if found[host] is None and not hosts.engine_pids(host):
+            if found[host] is None and not hosts.engine_pids(host, launcher):
                 found[host] = round(time.monotonic() - began, 1)
         time.sleep(0.1)
     return found[0], found[1]
@@ -280,6 +283,8 @@ def main() -> None:
                 outcome = run(way, fault, Path(folder))
             rows.append({"way": way, "fault": fault, "answer": outcome.answer,
                          "seconds_to_end": {f"host {host}": outcome.seconds[host] for host in (0, 1)},
+                         **({"launcher_seconds_to_end": {f"host {host}": outcome.launcher[host] for host in (0, 1)}}
+                            if way == "torchrun" else {}),
                          "said": {f"host {host}": outcome.said[host] for host in WITNESS[fault]},
                          "wrong": outcome.wrong(fault, way)})
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
