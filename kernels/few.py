@@ -26,6 +26,7 @@ SMALLEST_ROUNDING = np.float32(1.5 * 2.0**14)  #: the same at 2^-6, below which 
 ONE = np.float32(1.0)
 ONE_THREAD_VECTOR = 9216  #: elements of a matrix below which OpenBLAS multiplies a vector by it in one thread
 ONE_THREAD_MATRIX = 1 << 18  #: multiplications of a matrix product below which it does
+ROWS_ONE_BY_ONE = 3  #: rows up to which a norm goes row by row: fewer kinds of calls, which a decoding step makes cold
 ROW_QUERIES = 8  #: queries of a row up to which it is attended to here
 LARGEST_EXPONENT = np.float32(88.0)  #: exp of more overflows float32
 
@@ -37,16 +38,17 @@ def is_few(x: Tensor) -> bool:
 
 def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:
     """x / sqrt(mean(x^2) + eps) * weight [N]."""
-    if x.size == weight.size:  # one token: a dot product and two products
-        row = x.ravel()
-        one: Floats = x * (1.0 / math.sqrt(float(np.dot(row, row)) / row.size + eps))
-        one *= weight
-        return one
+    if x.size <= weight.size * ROWS_ONE_BY_ONE:
+        normed: Floats = np.empty(x.shape, np.float32)
+        for row, out in zip(x.reshape(-1, weight.size), normed.reshape(-1, weight.size), strict=True):
+            np.multiply(row, 1.0 / math.sqrt(float(np.dot(row, row)) / row.size + eps), out=out)
+        normed *= weight
+        return normed
     scale: Floats = np.add.reduce(x * x, axis=-1, keepdims=True)
     scale *= np.float32(1.0 / max(1, x.shape[-1]))
     scale += np.float32(eps)
     np.sqrt(scale, out=scale)
-    normed: Floats = x / scale
+    normed = x / scale
     normed *= weight
     return normed
 
@@ -116,7 +118,7 @@ def attend_row(
 
     q_nope [W, H, N], q_rope [W, H, P], latent [L, C], rope [L, P], w_uk [H, N, C], w_uv [H, C, V] -> [W, H * V].
     """
-    q_latent = np.matmul(q_nope.transpose(1, 0, 2), w_uk).transpose(1, 0, 2)
+    q_latent = np.matmul(q_nope[:, :, None], w_uk)[:, :, 0]
     scores = np.matmul(q_latent, latent.T)
     scores += np.matmul(q_rope, rope.T)
     scores *= np.float32(scale)
@@ -126,6 +128,5 @@ def attend_row(
     scores -= np.maximum.reduce(scores, axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     scores /= np.add.reduce(scores, axis=-1, keepdims=True)
-    out = np.matmul(np.matmul(scores, latent).transpose(1, 0, 2), w_uv)
-    attended: Floats = out.transpose(1, 0, 2).reshape(width, -1)
+    attended: Floats = np.matmul(np.matmul(scores, latent)[:, :, None], w_uv).reshape(width, -1)
     return attended
