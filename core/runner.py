@@ -122,11 +122,10 @@ class Runner:
 
     def _logits_index(self, batch: Batch, starts: NDArray[np.int32]) -> NDArray[np.int32] | None:
         """Flattened positions whose logits are wanted; None when that is all of them."""
-        decoding = batch.decode_tokens
         if batch.num_decodes == batch.num_rows:
             return None
         sampling = np.nonzero(batch.samples[batch.num_decodes :])[0] + batch.num_decodes
-        return np.concatenate([np.arange(decoding, dtype=np.int32), starts[sampling + 1] - 1])
+        return np.concatenate([np.arange(batch.decode_tokens, dtype=np.int32), starts[sampling + 1] - 1])
 
     def _input_ids(self, batch: Batch, prompt_ids: torch.Tensor) -> torch.Tensor:
         if not batch.num_decodes:

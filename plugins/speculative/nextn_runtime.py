@@ -49,9 +49,13 @@ class NextN:
         self._page_ends = torch.zeros(limits.num_pages, limits.hidden, dtype=self._dtype, device=self._device)
 
     def lengths(self, batch: Batch) -> Tensor | None:
+        if self._on_host:
+            return torch.from_numpy(self._computed.numpy()[batch.rows[: batch.num_decodes]])
         return self._computed[batch.row_ids[: batch.num_decodes]]
 
     def draft(self, batch: Batch) -> Tensor:
+        if self._on_host:
+            return torch.from_numpy(self._last.numpy()[batch.rows[: batch.num_decodes]])
         return self._last[batch.row_ids[: batch.num_decodes]]
 
     def accept(self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
