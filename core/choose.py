@@ -280,17 +280,20 @@ def _hosts(draft: Draft) -> int:
 
 
 def _overlap(draft: Draft) -> None:
-    """Overlapped steps, unless the operator or a component on the path says otherwise."""
-    wanted = draft.config.scheduler.overlap
+    """Overlapped steps where the host would wait otherwise, unless the operator or a component says no."""
+    asked, beside = draft.config.scheduler.overlap, draft.values["device"] != "cpu"
+    wanted = beside if asked is None else asked
     waiting = [chosen.name for _, chosen in draft.step_path() if not chosen.offers.overlap]
     draft.values["overlap"] = wanted and not waiting
     source = draft.source("scheduler.overlap")
-    if source is not None and wanted != bool(waiting):
+    if source is not None and asked is not None and wanted != bool(waiting):
         draft.decide("scheduler.overlap", wanted, *source)
     elif waiting and wanted:
         draft.decide("scheduler.overlap", False, waiting[0], f"{', '.join(waiting)} waits for the device within a step")
+    elif not wanted:
+        draft.decide("scheduler.overlap", False, "auto", "the CPU computes a step while it is launched")
     else:
-        draft.decide("scheduler.overlap", wanted, "default", "the next step starts before the last one is read")
+        draft.decide("scheduler.overlap", True, "auto", "the next step starts before the last one is read")
 
 
 def unavailable(component: Component, packages: dict[str, str]) -> str:

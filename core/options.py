@@ -54,7 +54,8 @@ class SchedulerOptions(Options):
     max_running_requests: int | None = Field(None, ge=1, le=65536, description="sequences in flight; None: from memory")
     max_queued_requests: int = Field(1024, ge=0, description="waiting sequences; one more is answered 429")
     chunk_size: int | None = Field(None, ge=1, description="most prompt tokens a step; None: the plan decides")
-    overlap: bool = Field(True, description="launch the next step before the last one is read")
+    overlap: bool | None = Field(
+        None, description="launch the next step before the last one is read; None: where a device computes by itself")
 
 
 class PolicyOptions(Options):

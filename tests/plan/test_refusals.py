@@ -195,9 +195,11 @@ def test_graph_capture_needs_everyone(refused, planned) -> None:
 
 def test_overlap_is_turned_off_and_said_or_refused(refused, planned) -> None:
     own = with_components(sampling=[component("sampling", "waits", SamplerOffers(overlap=False))])
-    plan = planned({"sampling": {"use": "waits"}}, plugins=own)
-    assert not plan.overlap
-    assert [(d.value, d.by) for d in plan.decisions if d.field == "scheduler.overlap"] == [(False, "waits")]
+    for sheet, by in (("1xh200", "waits"), ("cpu", "auto")):
+        plan = planned({"sampling": {"use": "waits"}}, plugins=own, hardware=read_sheet(sheet))
+        assert not plan.overlap
+        assert [(d.value, d.by) for d in plan.decisions if d.field == "scheduler.overlap"] == [(False, by)]
+    assert planned(hardware=read_sheet("1xh200")).overlap and not planned(hardware=read_sheet("cpu")).overlap
     found = refused({"sampling": {"use": "waits"}, "scheduler": {"overlap": True}}, plugins=own)
     assert "waits for the device" in found["scheduler.overlap"].reason
 
