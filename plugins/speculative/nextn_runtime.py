@@ -75,15 +75,15 @@ class NextN:
         rows, width = batch.num_rows, self._width
         accepted = verify_chain_host(logits, batch, width, sampler)
         places, pages = page_ends(batch, self._page_size)
-        if len(places):
-            self._page_ends[torch.from_numpy(pages)] = hidden[torch.from_numpy(places)].to(self._dtype)
+        if places:
+            self._page_ends[pages] = hidden[places].to(self._dtype)
         keep = width if self._grouped else int(accepted.counts.max())
         step = extend_host(batch, accepted, self._page_size, keep)
         previous = hidden if keep == width else hidden.view(rows, width, -1)[:, :keep].reshape(rows * keep, -1)
         drafted = self._run(step.batch, step.batch.input_ids, previous)
-        drafts = self._chain(batch, drafted[torch.from_numpy(step.newest)], torch.from_numpy(step.lengths), None)
-        self._last.numpy()[batch.rows] = np.stack([step.last, *(draft.numpy() for draft in drafts)], axis=1)
-        self._computed.numpy()[batch.rows] = np.minimum(step.lengths, self._context)
+        drafts = self._chain(batch, drafted[step.newest], step.lengths, None)
+        self._last[batch.row_ids] = torch.stack([step.last, *drafts], 1)
+        self._computed[batch.row_ids] = step.lengths.clamp(max=self._context).int()
         return accepted
 
     def _keep_page_ends(self, batch: Batch, hidden: Tensor) -> None:
