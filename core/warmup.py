@@ -24,7 +24,7 @@ def warm_up(runner: Runner, plan: EnginePlan, router: RequestRouter | None = Non
         batch = own(plan)
         _run(runner, batch, batch)
     if router is not None:
-        busy = _decode(plan)
+        busy = _decode(plan, step=2)
         _run(runner, busy if router.group == 0 else idle_batch(), busy)
 
 
@@ -45,10 +45,11 @@ def _prefill(plan: EnginePlan) -> Batch:
     return _scratch_batch(plan, Mode.PREFILL, 1, length, length, ids)
 
 
-def _decode(plan: EnginePlan) -> Batch:
-    """Rows of width tokens; where lengths live on the device, the first of them is the prompt just computed."""
+def _decode(plan: EnginePlan, step: int = 1) -> Batch:
+    """Rows of width tokens; where lengths live on the device, the first of them is the prompt just computed, and
+    ``step`` is the number of this step behind it."""
     width, rows = plan.sizes.width, min(plan.sizes.max_running, 8)
-    mode, most = (Mode.DECODE, width) if width == 1 else (Mode.VERIFY, _prompt_length(plan) + width)
+    mode, most = (Mode.DECODE, width) if width == 1 else (Mode.VERIFY, _prompt_length(plan) + step * width)
     return _scratch_batch(plan, mode, rows, width, most, np.zeros(0, np.int32))
 
 

@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from glowplug.core.plugins import load_plugins
+from glowplug.core.resolve import plan
 from glowplug.entrypoints import client as client_module
 from glowplug.entrypoints.server import main
 from glowplug.entrypoints.server.serve import bind
@@ -160,8 +161,10 @@ def test_the_port_answers_while_the_model_loads() -> None:
 def test_a_taken_port_is_one_line_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     with bind("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
+        plugins = load_plugins(entry_points=False)
+        planned = plan({"model": "embedded", "server": {"port": port}}, plugins=plugins)
         start = time.monotonic()
-        assert main(make_plan(server={"port": port}), load_plugins(defaults=(), entry_points=False)) == 1
+        assert main(planned, plugins) == 1
     assert time.monotonic() - start < 1
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and str(port) in lines[0] and "in use" in lines[0]
