@@ -38,8 +38,13 @@ def is_few(x: Tensor) -> bool:
 
 def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:
     """x / sqrt(mean(x^2) + eps) * weight [N]."""
+    if x.size == weight.size:
+        row = x.ravel()
+        normed: Floats = x * (1.0 / math.sqrt(float(row.dot(row)) / row.size + eps))
+        normed *= weight
+        return normed
     if x.size <= weight.size * ROWS_ONE_BY_ONE:
-        normed: Floats = np.empty(x.shape, np.float32)
+        normed = np.empty(x.shape, np.float32)
         for row, out in zip(x.reshape(-1, weight.size), normed.reshape(-1, weight.size), strict=True):
             np.multiply(row, 1.0 / math.sqrt(float(np.dot(row, row)) / row.size + eps), out=out)
         normed *= weight

@@ -24,6 +24,7 @@ from glowplug.plugins.executors.blame import BEAT, ENDED
 if TYPE_CHECKING:
     from glowplug.core.engine import Engine
 
+SPINS = "3000"  #: turns of a waiting loop, some 10 microseconds
 PR_SET_PDEATHSIG = 1
 
 
@@ -98,10 +99,20 @@ def _frames(frame: FrameType | None) -> list[FrameType]:
 def rank_main(pipe: Connection, plan_json: bytes, rank: int, threads: int | None, rendezvous: str = "") -> None:
     """Entry of the spawned process. Ends when the parent closes the pipe or dies."""
     _die_with_parent()
+    _wait_politely()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # NOTE: the front drains first, then closes the pipe.
     if not run_rank(pipe, plan_json, rank, threads, rendezvous):
         raise SystemExit(1)
+
+
+def _wait_politely() -> None:
+    """Torch's threads spin briefly instead of for milliseconds, as the front needs a core too; the user's word counts.
+
+    NOTE: libgomp reads its environment once, when torch is imported.
+    """
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = SPINS
 
 
 def run_rank(pipe: Pipe, plan_json: bytes, rank: int, threads: int | None, rendezvous: str) -> bool:

@@ -21,6 +21,7 @@ ENVIRONMENT_ACCESS = {
     "plugins/collectives/rendezvous.py",  # how torchrun tells its ranks where to meet
     "plugins/executors/site.py",  # the same: which rank this process looks after
     "entrypoints/flags.py",  # was this process started by torchrun, and on how many hosts
+    "plugins/executors/rank_process.py",  # how long torch's waiting threads spin, for a library that asks nowhere else
     "entrypoints/bench/local_server.py",  # hands its own environment to a child
 }
 IDENTITY = {"name", "use", "algorithm"}
