@@ -21,7 +21,7 @@ from glowplug.core.resolve import plan
 from glowplug.entrypoints import client as client_module
 from glowplug.entrypoints.server import main
 from glowplug.entrypoints.server.serve import bind
-from tests.e2e.fake_engine import FakeExecutor, make_plan
+from tests.e2e.fake_engine import FakeExecutor
 from tests.e2e.serving import Served, served
 from tests.e2e.test_streaming import events
 
