@@ -37,7 +37,8 @@ class Tally:
 
 
 def names(plugins: PluginSet, slot: str) -> list[str]:
-    return ["auto", *(found.component.name for found in plugins.components(slot))]
+    """What ``use`` may say; without components that need a package of their own, which may not be installed."""
+    return ["auto", *(found.component.name for found in plugins.components(slot) if not found.component.requires)]
 
 
 def configurations(plugins: PluginSet) -> Iterator[dict[str, Any]]:
