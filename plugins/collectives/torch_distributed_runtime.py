@@ -20,6 +20,7 @@ from glowplug.core.errors import CollectiveError
 from glowplug.core.mesh import OVER_TP, WITHIN, axis_size, group
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Worker
+from glowplug.kernels.sums import add_up
 from glowplug.plugins.collectives.rendezvous import await_ranks, open_store, own_address
 from glowplug.plugins.collectives.torch_distributed import TorchDistributedOptions
 
@@ -200,14 +201,6 @@ class Gloo:
         self._of.clear()
         self._groups.clear()
         self._host = None
-
-
-def add_up(parts: Tensor) -> Tensor:
-    """[N, ...] -> [...], in order; floats in float32."""
-    total = parts[0].float() if parts.is_floating_point() else parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total
 
 
 class Nccl(Gloo):

@@ -11,8 +11,9 @@ from glowplug.core.batch import Batch, StepShape
 from glowplug.core.mesh import axis_size, coordinates, deal
 from glowplug.core.offers import Mode
 from glowplug.core.plan import EnginePlan
-from glowplug.core.protocols import ExpertExchange, RequestRouter, Shard, Worker
+from glowplug.core.protocols import RequestRouter, Shard, Worker
 from glowplug.core.request import Sequence
+from glowplug.plugins.parallel.unsplit import Unsplit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +40,7 @@ class LeastLoaded:
         return chosen == self.group
 
 
-class DpAttention:
+class DpAttention(Unsplit):
     """``ParallelStrategy``: ranks hold the whole of what their group's attention needs, and slices of the rest.
 
     Before an MLP the groups' tokens are gathered, each group's padded with zeros to the agreed number of tokens, so
@@ -86,6 +87,3 @@ class DpAttention:
         """x [groups * agreed tokens, hidden] -> [T, hidden]."""
         first = self._group * (x.shape[0] // self._groups)
         return x[first : first + batch.num_tokens]
-
-    def expert_exchange(self, name: str, experts: int) -> ExpertExchange | None:
-        return None

@@ -4,20 +4,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from glowplug.core.batch import Batch, StepShape
 from glowplug.core.mesh import axis_size, coordinates, deal
 from glowplug.core.plan import EnginePlan
-from glowplug.core.protocols import Collectives, ExpertExchange, RequestRouter, Shard, Worker
+from glowplug.core.protocols import Collectives, ExpertExchange, Shard, Worker
 from glowplug.plugins.parallel.expert_exchange import (
     AllGatherExchange,
     AllToAllExchange,
     Layout,
     StaticAllToAllExchange,
 )
+from glowplug.plugins.parallel.unsplit import Unsplit
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from glowplug.plugins.parallel.ep_moe import EpMoeOptions
 
 EXCHANGES: Mapping[str, Callable[[Layout, Collectives, str, bool], ExpertExchange]] = {
@@ -26,7 +24,7 @@ EXCHANGES: Mapping[str, Callable[[Layout, Collectives, str, bool], ExpertExchang
 SHARED = "shared_experts"  #: module of the expert that every token passes
 
 
-class EpMoe:
+class EpMoe(Unsplit):
     """``ParallelStrategy``. Experts go over "ep", their width over "moe_tp", the shared expert's over "attn_tp"."""
 
     def __init__(self, options: EpMoeOptions, plan: EnginePlan, worker: Worker) -> None:
@@ -50,18 +48,6 @@ class EpMoe:
             return Shard(0, full, full)
         start, size = deal(full, parts, index, block)
         return Shard(start, size, full, reduce=reduce, axis=axis, parts=parts)
-
-    def agree(self, local: StepShape) -> StepShape:
-        return local
-
-    def router(self) -> RequestRouter | None:
-        return None
-
-    def enter_attention(self, x: Tensor, batch: Batch) -> Tensor:
-        return x
-
-    def leave_attention(self, x: Tensor, batch: Batch) -> Tensor:
-        return x
 
     def expert_exchange(self, name: str, experts: int) -> ExpertExchange | None:
         assert self._collectives is not None, "a strategy among ranks is given their collectives"

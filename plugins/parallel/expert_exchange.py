@@ -16,6 +16,7 @@ from torch import Tensor
 
 from glowplug.core.batch import Batch
 from glowplug.core.protocols import Collectives
+from glowplug.kernels.sums import add_up
 
 
 @dataclass(frozen=True)
@@ -153,14 +154,6 @@ class AllToAllExchange(StaticAllToAllExchange):
         for source, part in zip(*parts, strict=True):  # no row twice in a part, so they add up in order of rank
             own.index_add_(0, source, part)
         return self._finish(own, self._tokens, partial, y.dtype)
-
-
-def add_up(parts: Tensor) -> Tensor:
-    """[N, S, hidden] -> float32 [S, hidden], in order."""
-    total = parts[0].float()
-    for part in parts[1:]:
-        total += part
-    return total
 
 
 def pack(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

@@ -1,38 +1,18 @@
-"""The identity strategy: every shard is the whole, every exchange is nothing."""
+"""The identity strategy."""
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from glowplug.core.batch import Batch, StepShape
 from glowplug.core.plan import EnginePlan
-from glowplug.core.protocols import ExpertExchange, RequestRouter, Shard, Worker
+from glowplug.core.protocols import Worker
+from glowplug.plugins.parallel.unsplit import Unsplit
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from glowplug.plugins.parallel.single import SingleOptions
 
 
-class Single:
+class Single(Unsplit):
     """``ParallelStrategy`` for one rank."""
 
     def __init__(self, options: SingleOptions, plan: EnginePlan, worker: Worker) -> None:
         del options, plan, worker
-
-    def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard | None:
-        return None
-
-    def agree(self, local: StepShape) -> StepShape:
-        return local
-
-    def router(self) -> RequestRouter | None:
-        return None
-
-    def enter_attention(self, x: Tensor, batch: Batch) -> Tensor:
-        return x
-
-    def leave_attention(self, x: Tensor, batch: Batch) -> Tensor:
-        return x
-
-    def expert_exchange(self, name: str, experts: int) -> ExpertExchange | None:
-        return None

@@ -3,21 +3,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from glowplug.core.batch import Batch, StepShape
 from glowplug.core.mesh import axis_size, coordinates, deal
 from glowplug.core.plan import EnginePlan
-from glowplug.core.protocols import ExpertExchange, RequestRouter, Shard, Worker
+from glowplug.core.protocols import Shard, Worker
+from glowplug.plugins.parallel.unsplit import Unsplit
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from glowplug.plugins.parallel.tensor import TensorOptions
 
 SUMMED = frozenset({"row", "expert_width"})
 SPLIT = SUMMED | {"column", "heads", "vocab"}
 
 
-class TensorParallel:
+class TensorParallel(Unsplit):
     """``ParallelStrategy``: heads, widths and vocabulary in equal parts; latents, norms, gates and experts whole."""
 
     def __init__(self, options: TensorOptions, plan: EnginePlan, worker: Worker) -> None:
@@ -30,18 +28,3 @@ class TensorParallel:
             return None
         start, size = deal(full, self._ranks, self._index, block)
         return Shard(start, size, full, reduce=role in SUMMED, gather=role == "vocab", parts=self._ranks)
-
-    def agree(self, local: StepShape) -> StepShape:
-        return local
-
-    def router(self) -> RequestRouter | None:
-        return None
-
-    def enter_attention(self, x: Tensor, batch: Batch) -> Tensor:
-        return x
-
-    def leave_attention(self, x: Tensor, batch: Batch) -> Tensor:
-        return x
-
-    def expert_exchange(self, name: str, experts: int) -> ExpertExchange | None:
-        return None

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from glowplug.core.batch import Accepted, Batch, LogprobTensors
 from glowplug.core.build import BuildContext
+from glowplug.core.placement import send
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Limits, Model, ModelFamily, Sampler, Worker
 from glowplug.plugins.speculative.none import NoSpeculationOptions
@@ -46,7 +47,7 @@ class NoSpeculation:
 
     def _accept_some(self, logits: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
         """Some prefill rows end short of their prompt's end: they have no logits and get count 0."""
-        where = self._to_device(np.flatnonzero(batch.samples))
+        where = send([np.flatnonzero(batch.samples)], self._device)[0].long()
         rows = batch.row_ids[where]
         sampled = sampler.sample(logits, rows, batch.kv_lens_device[where].long())
         self._last[rows] = sampled.tokens[:, None]
@@ -58,10 +59,6 @@ class NoSpeculation:
             None if sampled.logprobs is None else LogprobTensors(
                 *(spread(part, where, size)
                   for part in (sampled.logprobs.token, sampled.logprobs.top_ids, sampled.logprobs.top))))
-
-    def _to_device(self, index: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:
-        host = torch.from_numpy(index)
-        return host if self._device.type == "cpu" else host.pin_memory().to(self._device, non_blocking=True)
 
     def draft_model(self, context: BuildContext, family: ModelFamily, target: Model) -> Model | None:
         return None

@@ -1,0 +1,32 @@
+"""What a parallelism strategy does when it has nothing to say: every shard is the whole, every exchange is nothing."""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from glowplug.core.batch import Batch, StepShape
+from glowplug.core.protocols import ExpertExchange, RequestRouter, Shard
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Unsplit:
+    """The ``ParallelStrategy`` that the others refine."""
+
+    def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard | None:
+        return None
+
+    def agree(self, local: StepShape) -> StepShape:
+        return local
+
+    def router(self) -> RequestRouter | None:
+        return None
+
+    def enter_attention(self, x: Tensor, batch: Batch) -> Tensor:
+        return x
+
+    def leave_attention(self, x: Tensor, batch: Batch) -> Tensor:
+        return x
+
+    def expert_exchange(self, name: str, experts: int) -> ExpertExchange | None:
+        return None
