@@ -122,6 +122,10 @@ class AttentionBackend(Protocol):
         """
         ...
 
+    def store_mla(self, latent: Tensor, k_rope: Tensor, slots: Tensor, layer: MlaLayer) -> None:
+        """Store latent [T, lora_rank] and k_rope [T, rope_dim] at slots int64 [T]; no ``plan_step``, no attention."""
+        ...
+
     def mha(self, q: Tensor, k: Tensor, v: Tensor, layer: MhaLayer) -> Tensor:
         """q [T, H, head_dim], k and v [T, kv_heads, head_dim]; stores k, v; returns [T, H * head_dim]."""
         ...
@@ -459,7 +463,11 @@ class SpeculativeAlgorithm(Protocol):
         ...
 
     def draft(self, batch: Batch) -> Tensor:
-        """Token ids int64 [D, W] that the decoding rows of ``batch`` compute: the last accepted one, then drafts."""
+        """Token ids int64 [D, W] that the decoding rows of ``batch`` compute: the last accepted one, then drafts.
+
+        Called for every step, with D 0 as well, so that ranks may take part in each other's drafting. ``batch`` is
+        complete but for ``input_ids``; on a device, positions and lengths are still the host's upper bounds.
+        """
         ...
 
     def accept(self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
@@ -470,8 +478,8 @@ class SpeculativeAlgorithm(Protocol):
         """The draft model with empty weights, or None. Called once, before ``reserve``; the engine loads it.
 
         ``context`` is the target's, with ``first_layer`` the KV-pool number of the first layer behind the target's and,
-        when the draft lies in a folder of its own, ``facts`` that folder's. The draft runs inside ``accept``, which
-        sees every step's hidden states, prompts' included.
+        when the draft lies in a folder of its own, ``facts`` that folder's. The draft runs inside ``draft`` and
+        ``accept``; the latter sees every step's hidden states, prompts' included.
         """
         ...
 

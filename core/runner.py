@@ -128,8 +128,6 @@ class Runner:
         return np.concatenate([np.arange(batch.decode_tokens, dtype=np.int32), starts[sampling + 1] - 1])
 
     def _input_ids(self, batch: Batch, prompt_ids: torch.Tensor) -> torch.Tensor:
-        if not batch.num_decodes:
-            return prompt_ids.long()
         drafted = self.speculative.draft(batch).flatten()
         return torch.cat([drafted, prompt_ids.long()]) if len(prompt_ids) else drafted
 

@@ -26,7 +26,6 @@ SMALLEST_ROUNDING = np.float32(1.5 * 2.0**14)  #: the same at 2^-6, below which 
 ONE = np.float32(1.0)
 ONE_THREAD_VECTOR = 9216  #: elements of a matrix below which OpenBLAS multiplies a vector by it in one thread
 ONE_THREAD_MATRIX = 1 << 18  #: multiplications of a matrix product below which it does
-ROWS_ONE_BY_ONE = 3  #: rows up to which a norm goes row by row: fewer kinds of calls, which a decoding step makes cold
 ROW_QUERIES = 8  #: queries of a row up to which it is attended to here
 LARGEST_EXPONENT = np.float32(88.0)  #: exp of more overflows float32
 
@@ -43,13 +42,7 @@ def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:
         normed: Floats = x * (1.0 / math.sqrt(float(row.dot(row)) / row.size + eps))
         normed *= weight
         return normed
-    if x.size <= weight.size * ROWS_ONE_BY_ONE:
-        normed = np.empty(x.shape, np.float32)
-        for row, out in zip(x.reshape(-1, weight.size), normed.reshape(-1, weight.size), strict=True):
-            np.multiply(row, 1.0 / math.sqrt(float(np.dot(row, row)) / row.size + eps), out=out)
-        normed *= weight
-        return normed
-    scale: Floats = np.add.reduce(x * x, axis=-1, keepdims=True)
+    scale: Floats = np.vecdot(x, x)[..., None]
     scale *= np.float32(1.0 / max(1, x.shape[-1]))
     scale += np.float32(eps)
     np.sqrt(scale, out=scale)

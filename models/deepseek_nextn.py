@@ -51,11 +51,21 @@ class DeepseekNextN(Module):
 
         Returns normed hidden states [T, hidden]: what ``logits`` and a further NextN step read.
         """
-        previous: Tensor = batch.extra[PREVIOUS_HIDDEN]
-        embedded = self.enorm.forward(self._embed(input_ids))
-        x = self.eh_proj.forward(torch.cat([embedded, self.hnorm.forward(previous)], dim=-1))
+        x = self._joined(input_ids, batch.extra[PREVIOUS_HIDDEN])
         x, residual = self.layer.forward(x, None, self.rope.at(positions), batch)
         return self.norm.add(x, residual)[0]  # type: ignore[no-any-return]
+
+    def fill(self, input_ids: Tensor, positions: Tensor, slots: Tensor, previous: Tensor) -> None:
+        """Cache tokens that nothing is drafted from: this is the only layer, so that later tokens read no more of them.
+
+        input_ids, positions, slots int64 [T]; previous [T, hidden] as in ``forward``.
+        """
+        normed, _ = self.layer.input_norm.add(self._joined(input_ids, previous), None)
+        self.layer.attention.fill(normed, self.rope.at(positions), slots)
+
+    def _joined(self, input_ids: Tensor, previous: Tensor) -> Tensor:
+        embedded = self.enorm.forward(self._embed(input_ids))
+        return self.eh_proj.forward(torch.cat([embedded, self.hnorm.forward(previous)], dim=-1))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] -> float32 [N, V]."""

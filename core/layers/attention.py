@@ -39,7 +39,7 @@ class MlaAttention(Module):
         shard = context.parallel.shard("heads", name, sizes.heads)
         self.index, self.scale, self.heads = index, scale, shard.size
         self.nope_dim, self.rope_dim, self.v_dim, self.lora_rank = sizes.nope, sizes.rope, sizes.v, sizes.kv_lora
-        self._mla, self._rope = context.attention.mla, context.ops.rope
+        self._mla, self._store, self._rope = context.attention.mla, context.attention.store_mla, context.ops.rope
         query = sizes.nope + sizes.rope
         direct = sizes.q_lora is None
         first = (Part(f"{name}.q_proj", sizes.heads * query, "heads", query) if direct
@@ -88,6 +88,12 @@ class MlaAttention(Module):
         q_rope, k_rope = self._rope(q_rope, k_rope.unsqueeze(1), at)
         out = self._mla(q_nope, q_rope, self.kv_norm.forward(latent), k_rope.squeeze(1), self)
         return self.o_proj.forward(out)
+
+    def fill(self, x: Any, at: object, slots: Tensor) -> None:
+        """Cache what later tokens read of x [T, hidden], at slots int64 [T], and no more."""
+        _, latent, k_rope = self.input_proj.forward(x).split_with_sizes(self._split, dim=-1)
+        k_rope = k_rope.unsqueeze(1)
+        self._store(self.kv_norm.forward(latent), self._rope(k_rope[:, :0], k_rope, at)[1].squeeze(1), slots, self)
 
 
 class MhaAttention(Module):

@@ -124,6 +124,14 @@ class Stepper:
         return hidden, batch
 
     @torch.inference_mode()
+    def fill(self, row: int, ids: list[int], previous: Tensor) -> None:
+        """Cache the row's next tokens in a NextN layer; previous [T, hidden]."""
+        batch = self._batch({row: ids}, 0)
+        model: Any = self.model
+        model.fill(batch.input_ids, batch.positions, batch.slots, previous)
+        self.lengths[row] += len(ids)
+
+    @torch.inference_mode()
     def logits(self, chunks: Mapping[int, list[int]], decodes: int = 0) -> Tensor:
         """float32 [T, V] of every token fed."""
         return self.model.logits(self.hidden(chunks, decodes)[0])

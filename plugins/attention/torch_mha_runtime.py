@@ -52,6 +52,9 @@ class TorchMha:
     def mla(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, layer: MlaLayer) -> Tensor:
         raise NotImplementedError("torch_mha offers kind mha only")
 
+    def store_mla(self, latent: Tensor, k_rope: Tensor, slots: Tensor, layer: MlaLayer) -> None:
+        raise NotImplementedError("torch_mha offers kind mha only")
+
     def mha(self, q: Tensor, k: Tensor, v: Tensor, layer: MhaLayer) -> Tensor:
         pool = self._kv[layer.index]
         k, v = store(pool["k"], self._slots, k), store(pool["v"], self._slots, v)

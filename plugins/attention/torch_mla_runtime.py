@@ -87,6 +87,11 @@ class TorchMla:
             return parts[0]
         return torch.cat(parts) if parts else q_nope.new_empty(0, layer.heads * layer.v_dim)
 
+    def store_mla(self, latent: Tensor, k_rope: Tensor, slots: Tensor, layer: MlaLayer) -> None:
+        pool = self._kv[layer.index]
+        store(pool["latent"], slots, latent)
+        store(pool["rope"], slots, k_rope)
+
     def mha(self, q: Tensor, k: Tensor, v: Tensor, layer: MhaLayer) -> Tensor:
         raise NotImplementedError("torch_mla offers kind mla only")
 

@@ -1,4 +1,4 @@
-"""The batches a NextN draft runs, made from the step that the target has just run.
+"""What a NextN draft stores and runs after each step of the target.
 
 The draft's cache is shifted by one: its slot p holds the pair (the target's hidden state of token p - 1, token p).
 Slot 0 is empty, so every batch here has ``first_key`` 1. B rows, T tokens of the target's step, D decoding rows,
@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from glowplug.core.batch import Batch, StepShape, shape_of
+from glowplug.core.batch import Accepted, Batch, StepShape, shape_of
 from glowplug.core.offers import Mode
 from glowplug.core.placement import send, slots_at
 
@@ -22,128 +22,115 @@ FIRST_KEY = 1
 
 
 @dataclass(eq=False)
-class Pass:
-    """One forward pass of the draft.
+class Missing:
+    """F tokens that the draft's cache lacks so far, apart from each row's newest.
 
-    ``source``: int64 [tokens], for each token the place of the hidden state it continues, in the target's [T] followed
-    by those of ``pages``; None: they are the target's, in order. ``pages``: int64, whose last tokens resumed rows
-    continue. ``ends``: int64, the last token of each prefill row that samples, in the pass; None without prefill rows.
+    ``input_ids``, ``positions``, ``slots``: int64 [F]. ``source``: int64 [F], for each token the place of the hidden
+    state it continues, in the target's [T] followed by those of ``pages``. ``pages``: int64, whose last tokens resumed
+    rows continue; None without such rows.
     """
 
-    batch: Batch
     input_ids: Tensor
-    source: Tensor | None = None
+    positions: Tensor
+    slots: Tensor
+    source: Tensor
     pages: Tensor | None = None
-    ends: Tensor | None = None
 
 
-def extend(batch: Batch, tokens: Tensor, page_size: int) -> Pass:
-    """The target's tokens moved on by one, with tokens int64 [B, W] behind them; one more where a row is resumed."""
-    if batch.num_decodes == batch.num_rows:
-        return Pass(_decoding(batch, page_size), tokens.reshape(-1))
-    return _mixed(batch, tokens, page_size)
+@dataclass(eq=False)
+class Front:
+    """The newest token of the N rows that yield one.
 
-
-def _decoding(batch: Batch, page_size: int) -> Batch:
-    """Every row decodes: the step's own layout, one position on."""
-    width = batch.input_ids.shape[0] // max(1, batch.num_rows)
-    positions = batch.positions + 1
-    made = draft_batch(batch, Mode.DRAFT_EXTEND, batch.rows, batch.query_lens, batch.kv_lens + np.int32(1))
-    made.num_decodes, made.page_table, made.query_starts = batch.num_rows, batch.page_table, batch.query_starts
-    made.row_ids, made.kv_lens_device, made.positions = batch.row_ids, batch.kv_lens_device + 1, positions
-    made.slots = slots_at(batch.page_table, positions.view(-1, max(1, width)), page_size).view(-1)
-    return made
-
-
-def _mixed(batch: Batch, tokens: Tensor, page_size: int) -> Pass:
-    layout = _Layout(batch, page_size)
-    device, decoding = batch.positions.device, batch.decode_tokens
-    positions, slots, ids, source, pages, starts, ends, rows = (part.long() for part in send(
-        [layout.positions, layout.slots, layout.ids, layout.source, layout.pages, layout.starts, layout.ends,
-         layout.ending], device))
-    ahead = batch.positions[:decoding] + 1
-    made = draft_batch(batch, Mode.DRAFT_EXTEND, batch.rows, layout.query_lens, batch.kv_lens + np.int32(1))
-    made.num_decodes, made.page_table, made.query_starts = batch.num_decodes, batch.page_table, starts.int()
-    made.row_ids, made.kv_lens_device = batch.row_ids, batch.kv_lens_device + 1
-    made.positions = torch.cat([ahead, positions])
-    width = tokens.shape[1]
-    decode_slots = slots_at(batch.page_table[: batch.num_decodes], ahead.view(-1, width), page_size).view(-1)
-    made.slots = torch.cat([decode_slots, slots])
-    input_ids = torch.cat([tokens[: batch.num_decodes].reshape(-1), ids])
-    input_ids[ends] = tokens[rows, 0]
-    resumed = len(layout.pages) > 0
-    return Pass(made, input_ids, source if resumed else None, pages if resumed else None, ends)
-
-
-class _Layout:
-    """Where the tokens of the prefill rows go in the pass, on the host. The decoding rows' come before them.
-
-    Attributes:
-        query_lens, starts: of all rows, int32 [B] and [B + 1].
-        positions, slots, ids: of the prefill rows' tokens; an id that is not known on the host is 0.
-        source: of all tokens, as of :class:`Pass`. pages: of the resumed rows.
-        ends: last token in the pass of the prefill rows that sample; ``ending``: their places in the batch.
+    ``places``: int64 [N], those rows in the batch; None: all. ``tokens``: int64 [N]. ``source``: int64 [N], the places
+    of the hidden states they continue, in the target's [T]. ``lengths``: int64 [N], tokens in the target's cache.
     """
+
+    places: Tensor | None
+    tokens: Tensor
+    source: Tensor
+    lengths: Tensor
+
+
+def missing(batch: Batch, tokens: Tensor, page_size: int) -> Missing:
+    """What the target's step leaves to store; tokens int64 [B, W] are those behind its own.
+
+    NOTE: refused tokens of decoding rows are among them; their entries are written over before anything reads them.
+    """
+    decodes, width = batch.num_decodes, tokens.shape[1]
+    places = torch.arange(decodes * width, device=tokens.device).view(decodes, width)[:, :-1]
+    positions = batch.positions[: decodes * width].view(decodes, width)[:, 1:]
+    parts = (tokens[:decodes, :-1], positions, slots_at(batch.page_table[:decodes], positions, page_size), places)
+    ids, positions, slots, source = (part.reshape(-1) for part in parts)
+    if decodes == batch.num_rows:
+        return Missing(ids, positions, slots, source)
+    layout = _Chunks(batch, page_size)
+    *more, pages = (part.long() for part in send(
+        [layout.ids, layout.positions, layout.slots, layout.source, layout.pages], tokens.device))
+    joined = (torch.cat(both) for both in zip((ids, positions, slots, source), more, strict=True))
+    return Missing(*joined, pages=pages if len(layout.pages) else None)
+
+
+class _Chunks:
+    """Of the prefill rows, on the host, what :class:`Missing` holds; the token that ends a prompt is not among it."""
 
     def __init__(self, batch: Batch, page_size: int) -> None:
         first, decoding = batch.num_decodes, batch.decode_tokens
         chunks, stops = batch.query_lens[first:], batch.kv_lens[first:]
-        count = len(chunks)
-        resumed = np.zeros(count, np.bool_) if batch.resumed is None else batch.resumed
+        resumed = np.zeros(len(chunks), np.bool_) if batch.resumed is None else batch.resumed
         begins = stops - chunks
-        lens = chunks + resumed
-        self.query_lens = np.concatenate([batch.query_lens[:first], lens]).astype(np.int32)
-        self.starts = _sums(self.query_lens)
-        row = np.repeat(np.arange(count), lens)
+        lens = chunks + resumed - batch.samples[first:]
+        row = np.repeat(np.arange(len(chunks)), lens)
         offset = np.arange(len(row)) - _sums(lens)[row]
-        self.positions = (stops + 1 - lens)[row] + offset
+        self.positions = (begins + 1 - resumed)[row] + offset
         columns = np.minimum(self.positions // page_size, batch.pages.shape[1] - 1)
         self.slots = batch.pages[first + row, columns] * page_size + self.positions % page_size
-        self.ids = self._ids(batch, row, begins, _sums(chunks))
-        place = decoding + _sums(chunks)[row] + self.positions - 1 - begins[row]
-        place[self.positions == begins[row]] = batch.num_tokens + np.arange(int(resumed.sum()))
-        self.source = np.concatenate([np.arange(decoding), place])
-        self.pages = batch.pages[first + np.flatnonzero(resumed), begins[resumed] // page_size - 1]
-        self.ending = first + np.flatnonzero(batch.samples[first:])
-        self.ends = self.starts[self.ending + 1] - 1
-
-    def _ids(self, batch: Batch, row: NDArray[np.int64], begins: Ints, chunk_starts: Ints) -> Ints:
-        stops = batch.kv_lens[batch.num_decodes :]
-        following = np.zeros(len(begins), np.int32) if batch.next_ids is None else batch.next_ids
+        following = np.zeros(len(chunks), np.int32) if batch.next_ids is None else batch.next_ids
+        places = _sums(chunks)[row] + self.positions - begins[row]
         inside = self.positions < stops[row]
-        ids = following[row]
-        ids[inside] = batch.prompt_ids[(chunk_starts[row] + self.positions - begins[row])[inside]]
-        return ids
+        self.ids = following[row]
+        self.ids[inside] = batch.prompt_ids[places[inside]]
+        self.source = decoding + places - 1
+        self.source[self.positions == begins[row]] = batch.num_tokens + np.arange(int(resumed.sum()))
+        self.pages = batch.pages[first + np.flatnonzero(resumed), begins[resumed] // page_size - 1]
 
 
-def one_more(batch: Batch, places: Tensor | None, number: int, lengths: Tensor, page_size: int) -> Batch:
-    """Pass ``number`` (2 and on): one token for each row that yields one, behind the ``lengths`` it has now.
+def front(batch: Batch, accepted: Accepted, ends: Tensor | None) -> Front:
+    """``ends`` int64: places in the batch of the prompts that ended, None when all rows decode."""
+    decodes, width = batch.num_decodes, accepted.tokens.shape[1]
+    last = accepted.counts[:decodes].long() - 1
+    tokens = accepted.tokens[:decodes].gather(1, last[:, None])[:, 0]
+    source = torch.arange(0, decodes * width, width, device=last.device) + last
+    lengths = batch.positions[: decodes * width : width] + last + 1
+    if ends is None:
+        return Front(None, tokens, source, lengths)
+    return Front(torch.cat([torch.arange(decodes, device=ends.device), ends]),
+                 torch.cat([tokens, accepted.tokens[ends, 0]]),
+                 torch.cat([source, batch.query_starts[ends + 1].long() - 1]),
+                 torch.cat([lengths, batch.kv_lens_device[ends].long()]))
 
-    ``places`` int64: those rows in the batch, None for all. lengths int64 [N].
+
+def one_more(batch: Batch, number: int, lengths: Tensor, width: int, page_size: int) -> Batch:
+    """Pass ``number`` (1 and on) of one token for each decoding row of the step that follows.
+
+    lengths int [D]: tokens that the target's cache holds.
     """
-    table, row_ids, rows, bounds = batch.page_table, batch.row_ids, batch.rows, batch.kv_lens
-    if places is not None:
-        table, row_ids = table[places], row_ids[places]
-        rows, bounds = rows[batch.samples], bounds[batch.samples]
-    made = draft_batch(batch, Mode.DRAFT_DECODE, rows, np.ones(len(rows), np.int32), bounds + np.int32(number))
-    made.num_decodes, made.page_table, made.row_ids = len(rows), table, row_ids
-    made.positions, made.kv_lens_device = lengths + (number - 1), (lengths + number).int()
-    made.slots = slots_at(table, made.positions[:, None], page_size).view(-1)
-    made.query_starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=table.device)
+    decodes = batch.num_decodes
+    made = draft_batch(batch, batch.kv_lens[:decodes] + np.int32(number - width))
+    made.page_table, made.row_ids = batch.page_table[:decodes], batch.row_ids[:decodes]
+    made.positions, made.kv_lens_device = lengths.long() + (number - 1), (lengths + number).int()
+    made.slots = slots_at(made.page_table, made.positions[:, None], page_size).view(-1)
+    made.query_starts = torch.arange(decodes + 1, dtype=torch.int32, device=lengths.device)
     return made
 
 
-def draft_batch(target: Batch, mode: Mode, rows: Ints, query_lens: Ints, kv_lens: Ints) -> Batch:
-    """A draft's batch as far as the host knows it; the caller fills in the device's fields."""
-    agreed = target.agreed or shape_of(target)
-    tokens = agreed.rows
-    if mode is Mode.DRAFT_EXTEND:
-        tokens = agreed.tokens + (agreed.rows if agreed.mode is Mode.PREFILL else 0)
+def draft_batch(target: Batch, kv_lens: Ints) -> Batch:
+    """A pass of one token a decoding row as far as the host knows it; the caller fills in the device's fields."""
+    agreed, count = target.agreed or shape_of(target), target.num_decodes
     return Batch(
-        step=target.step, mode=mode, rows=rows, epochs=np.zeros(len(rows), np.int64), num_decodes=0,
-        query_lens=query_lens, kv_lens=kv_lens, samples=np.ones(len(rows), np.bool_),
-        prompt_ids=np.zeros(0, np.int32), pages=target.pages, first_key=FIRST_KEY,
-        agreed=StepShape(mode, agreed.rows, tokens, agreed.load))
+        step=target.step, mode=Mode.DRAFT_DECODE, rows=target.rows[:count], epochs=np.zeros(count, np.int64),
+        num_decodes=count, query_lens=np.ones(count, np.int32), kv_lens=kv_lens, samples=np.ones(count, np.bool_),
+        prompt_ids=np.zeros(0, np.int32), pages=target.pages[:count], first_key=FIRST_KEY,
+        agreed=StepShape(Mode.DRAFT_DECODE, agreed.rows, agreed.rows, agreed.load))
 
 
 def _sums(counts: Ints) -> Ints:

@@ -1,11 +1,9 @@
 """Verifying and extending where the device is this host and every row decodes: in plain Python and numpy, which cost a
 third of torch's calls, and without the tokens refused in every row, since counts can be read at once here.
 
-R rows, W width, K tokens kept of each row.
+R rows, W width.
 """
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,9 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from glowplug.core.batch import Accepted, Batch
-from glowplug.core.offers import Mode
 from glowplug.core.protocols import Sampler
-from glowplug.plugins.speculative.drafting import draft_batch
+from glowplug.plugins.speculative.drafting import Front, Missing, draft_batch
 
 Long = NDArray[np.int64]
 Ints = NDArray[np.int32]
@@ -45,41 +42,39 @@ def _accepted(drawn: list[int], fed: list[int]) -> int:
     return count
 
 
-@dataclass(eq=False)
-class Kept:
-    """The draft's first pass over the first K tokens of each row, moved on by one.
-
-    Attributes:
-        batch: as ``drafting.extend`` makes it, its input_ids int64 [R * K].
-        newest: int64 [R], each row's last accepted token in the pass.
-        lengths: int64 [R], tokens that the target's cache holds.
-        last: int64 [R], the last accepted tokens.
-    """
-
-    batch: Batch
-    newest: Tensor
-    lengths: Tensor
-    last: Tensor
-
-
-def extend_host(batch: Batch, accepted: Accepted, page_size: int, keep: int) -> Kept:
-    """``keep`` from 1 to W: at least as many as any row accepted."""
-    tokens, counts = accepted.tokens.tolist(), accepted.counts.tolist()
-    rows, width = batch.num_rows, accepted.tokens.shape[1]
+def missing_host(batch: Batch, accepted: Accepted, page_size: int, keep: int) -> Missing:
+    """As ``drafting.missing`` for decoding rows, up to ``keep`` tokens a row: what no row accepted is left out."""
+    width = accepted.tokens.shape[1]
     starts: list[int] = batch.positions.tolist()[::width]
-    moved = [range(start + 1, start + 1 + keep) for start in starts]
-    lens = np.array([places.stop for places in moved], np.int32)
-    made = draft_batch(batch, Mode.DRAFT_EXTEND, batch.rows, np.full(rows, keep, np.int32), lens)
-    made.num_decodes, made.page_table, made.row_ids = rows, batch.page_table, batch.row_ids
-    made.query_starts = torch.from_numpy(np.arange(0, rows * keep + 1, keep, dtype=np.int32))
+    cells = [(row, offset) for row in range(batch.num_rows) for offset in range(keep - 1)]
+    tokens = accepted.tokens.tolist()
+    return Missing(_long([tokens[row][offset] for row, offset in cells]),
+                   _long([starts[row] + 1 + offset for row, offset in cells]),
+                   _long([_slot(batch.pages[row], starts[row] + 1 + offset, page_size) for row, offset in cells]),
+                   _long([row * width + offset for row, offset in cells]))
+
+
+def front_host(batch: Batch, accepted: Accepted) -> Front:
+    """As ``drafting.front``, the values at once."""
+    width = accepted.tokens.shape[1]
+    last = [count - 1 for count in accepted.counts.tolist()]
+    tokens = [drawn[offset] for drawn, offset in zip(accepted.tokens.tolist(), last, strict=True)]
+    starts: list[int] = batch.positions.tolist()[::width]
+    return Front(None, _long(tokens), _long([row * width + offset for row, offset in enumerate(last)]),
+                 _long([start + offset + 1 for start, offset in zip(starts, last, strict=True)]))
+
+
+def one_more_host(batch: Batch, number: int, lengths: Tensor, page_size: int) -> Batch:
+    """As ``drafting.one_more``; the host's bounds are exact."""
+    places: list[int] = [length + number - 1 for length in lengths.tolist()]
+    lens = np.array(places, np.int32) + np.int32(1)
+    made = draft_batch(batch, lens)
+    made.page_table, made.row_ids = batch.page_table[: len(places)], batch.row_ids[: len(places)]
     made.kv_lens_device = torch.from_numpy(lens)
-    made.positions = _long([position for places in moved for position in places])
-    made.slots = _long([_slot(pages, position, page_size) for pages, places in zip(batch.pages, moved, strict=True)
-                        for position in places])
-    made.input_ids = _long([token for drawn in tokens for token in drawn[:keep]])
-    return Kept(made, _long([row * keep + count - 1 for row, count in enumerate(counts)]),
-                _long([start + count for start, count in zip(starts, counts, strict=True)]),
-                _long([drawn[count - 1] for drawn, count in zip(tokens, counts, strict=True)]))
+    made.query_starts = torch.from_numpy(np.arange(len(places) + 1, dtype=np.int32))
+    made.positions = _long(places)
+    made.slots = _long([_slot(pages, place, page_size) for pages, place in zip(batch.pages, places)])
+    return made
 
 
 def _long(values: list[int]) -> Tensor:

@@ -7,8 +7,8 @@ import torch
 
 from glowplug.core.batch import Batch
 from glowplug.core.testing.speculative_suite import HIDDEN, Greedy, likely
-from glowplug.plugins.speculative.drafting import extend
-from glowplug.plugins.speculative.host_chain import extend_host, verify_chain_host
+from glowplug.plugins.speculative.drafting import front, missing, one_more
+from glowplug.plugins.speculative.host_chain import front_host, missing_host, one_more_host, verify_chain_host
 from glowplug.plugins.speculative.verify import chain_before, verify_chain
 from tests.contract.test_speculative_nextn import LIMITS, PAGE, Draft, make, shifted
 
@@ -51,25 +51,37 @@ def test_acceptance_is_the_devices(rows: int, width: int) -> None:
 
 @pytest.mark.parametrize("keep", [1, 2, 4])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_the_first_pass_is_the_devices_without_what_is_left_out(rows: int, keep: int) -> None:
+def test_what_is_stored_is_the_devices_without_what_no_row_accepted(rows: int, keep: int) -> None:
     rng = np.random.default_rng(rows + keep)
     for _ in range(20):
         batch, logits, _ = decoding(rng, rows, 4)
         accepted = verify_chain_host(logits, batch, 4, Greedy())
-        wanted, made = extend(batch, accepted.tokens, PAGE), extend_host(batch, accepted, PAGE, keep)
-        for name in ("positions", "slots"):
-            whole = getattr(wanted.batch, name).view(rows, 4)
-            assert torch.equal(getattr(made.batch, name).view(rows, keep), whole[:, :keep]), name
-        assert torch.equal(made.batch.input_ids.view(rows, keep), wanted.input_ids.view(rows, 4)[:, :keep])
-        assert made.batch.query_starts.tolist() == list(range(0, rows * keep + 1, keep))
-        assert (made.batch.kv_lens_device - keep).tolist() == (wanted.batch.kv_lens_device - 4).tolist()
-        assert made.batch.kv_lens.tolist() == made.batch.kv_lens_device.tolist()
+        wanted, made = missing(batch, accepted.tokens, PAGE), missing_host(batch, accepted, PAGE, keep)
+        for name in ("input_ids", "positions", "slots", "source"):
+            whole = getattr(wanted, name).view(rows, 3)[:, : keep - 1]
+            assert torch.equal(getattr(made, name).view(rows, keep - 1), whole), name
+        there, here = front(batch, accepted, None), front_host(batch, accepted)
+        for name in ("tokens", "source", "lengths"):
+            assert torch.equal(getattr(here, name), getattr(there, name)), name
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_pass_is_the_devices(number: int) -> None:
+    rng = np.random.default_rng(number)
+    for rows in (1, 3):
+        batch, _, _ = decoding(rng, rows, 4)
+        lengths = batch.kv_lens_device - 4
+        made, wanted = one_more_host(batch, number, lengths, PAGE), one_more(batch, number, lengths, 4, PAGE)
+        for name in ("positions", "slots", "kv_lens_device", "query_starts", "row_ids", "page_table"):
+            assert torch.equal(getattr(made, name), getattr(wanted, name)), name
+            assert getattr(made, name).dtype == getattr(wanted, name).dtype, name
+        assert made.kv_lens.tolist() == wanted.kv_lens.tolist() == made.kv_lens_device.tolist()
 
 
 @pytest.mark.parametrize("mesh", [{}, {"dp": 2}])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_what_is_left_for_the_next_step_is_the_devices(steps: int, mesh: dict[str, int]) -> None:
-    """Drafts, lengths and page ends; among groups of ranks the pass keeps its width."""
+    """Newest tokens and their states, lengths, page ends and drafts; among groups of ranks all is stored."""
     rng, width = np.random.default_rng(steps), steps + 1
     for rows in (1, 2, 4):
         (host, ours), (device, theirs) = make(LIMITS, steps, **mesh), make(LIMITS, steps, **mesh)
@@ -78,14 +90,16 @@ def test_what_is_left_for_the_next_step_is_the_devices(steps: int, mesh: dict[st
             batch, logits, hidden = decoding(rng, rows, width)
             made = host.accept(logits, hidden, batch, Greedy())
             device.accept(logits, hidden, batch, Greedy())
-            assert torch.equal(host._last, device._last) and torch.equal(host._computed, device._computed)
+            for name in ("_last", "_hidden", "_computed"):
+                assert torch.equal(getattr(host, name), getattr(device, name)), name
             assert torch.equal(host._page_ends[1:], device._page_ends[1:])
             kept = width if mesh else int(made.counts.max())
-            assert _tokens(ours) == [rows * kept, *[rows] * (steps - 1)]
-            assert _tokens(theirs) == [rows * width, *[rows] * (steps - 1)]
+            assert _stored(ours) == ([rows * (kept - 1)] if kept > 1 else [])
+            assert _stored(theirs) == [rows * steps]
+            assert torch.equal(host.draft(batch), device.draft(batch))
 
 
-def _tokens(draft: Draft) -> list[int]:
-    tokens = [one.num_tokens for one in draft.passes]
-    draft.passes.clear()
-    return tokens
+def _stored(draft: Draft) -> list[int]:
+    counts = [len(fill["input_ids"]) for fill in draft.fills]
+    draft.fills.clear()
+    return counts

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from glowplug.core.batch import Batch, StepShape
+from glowplug.core.batch import Accepted, Batch, StepShape
 from glowplug.core.errors import PlanRefused
 from glowplug.core.offers import Mode
 from glowplug.core.placement import slots_at
@@ -18,7 +18,7 @@ from glowplug.core.protocols import Limits, Worker
 from glowplug.core.resolve import plan as make_plan
 from glowplug.core.testing.plans import bare_plan
 from glowplug.core.testing.speculative_suite import HIDDEN, VOCAB, Greedy, SpeculativeSuite, likely, step
-from glowplug.plugins.speculative.drafting import extend, one_more
+from glowplug.plugins.speculative.drafting import front, missing, one_more
 from glowplug.plugins.speculative.nextn import NextNOptions
 from glowplug.plugins.speculative.nextn_runtime import PREVIOUS_HIDDEN, NextN
 from glowplug.plugins.speculative.verify import accept_chain, accept_chain_reference, chain_before, verify_chain
@@ -32,6 +32,7 @@ class Draft:
 
     def __init__(self) -> None:
         self.passes: list[Batch] = []
+        self.fills: list[dict[str, Tensor]] = []
         self.planned: list[Batch] = []
 
     def build_nextn(self, context: Any, target: Any, number: int = 0) -> Draft:
@@ -46,6 +47,10 @@ class Draft:
         assert batch.extra[PREVIOUS_HIDDEN].shape == (batch.num_tokens, HIDDEN)
         self.passes.append(batch)
         return torch.nn.functional.one_hot(input_ids % HIDDEN, HIDDEN).float()
+
+    def fill(self, input_ids: Tensor, positions: Tensor, slots: Tensor, previous: Tensor) -> None:
+        assert len(input_ids) == len(positions) == len(slots) == len(previous)
+        self.fills.append({"input_ids": input_ids, "positions": positions, "slots": slots, "previous": previous})
 
     def logits(self, hidden: Tensor) -> Tensor:
         return torch.nn.functional.pad(hidden, (0, VOCAB - HIDDEN))
@@ -118,32 +123,51 @@ def shifted(algorithm: NextN, rows: list[int], queries: list[int], kv_lens: list
     return batch
 
 
-def test_a_pass_holds_each_token_with_the_state_before_it() -> None:
+def test_what_is_missing_is_each_token_with_the_state_before_it() -> None:
     """Fresh, continued and resumed chunks beside a decoding row: position p holds (hidden of p - 1, token p)."""
     algorithm, _ = make(LIMITS, 1)
     batch = shifted(algorithm, [0, 1, 2, 3], [2, 3, 4, 2], [7, 3, 12, 10], [False, False, True, False], decodes=1)
     batch.samples = np.array([True, True, False, True])
     tokens = torch.tensor([[20, 21], [30, 0], [0, 0], [32, 0]])
-    made = extend(batch, tokens, PAGE)
-    assert made.batch.query_lens.tolist() == [2, 3, 5, 2] and made.batch.kv_lens.tolist() == [8, 4, 13, 11]
-    assert made.batch.query_starts.tolist() == [0, 2, 5, 10, 12]
-    assert made.batch.positions.tolist() == [6, 7, 1, 2, 3, 8, 9, 10, 11, 12, 9, 10]
-    assert made.input_ids.tolist() == [20, 21, 11, 12, 30, 13, 14, 15, 16, 5, 18, 32]
-    assert made.source is not None and made.pages is not None and made.ends is not None
+    made = missing(batch, tokens, PAGE)
+    assert made.positions.tolist() == [6, 1, 2, 8, 9, 10, 11, 12, 9]
+    assert made.input_ids.tolist() == [20, 11, 12, 13, 14, 15, 16, 5, 18]
     # the resumed row begins with the state of its page's last token, which stands behind the step's eleven
-    assert made.source.tolist() == [0, 1, 2, 3, 4, 11, 5, 6, 7, 8, 9, 10]
-    assert made.pages.tolist() == [batch.pages[2, 1]] and made.ends.tolist() == [4, 11]
-    row = np.repeat(np.arange(4), made.batch.query_lens)
-    expected = slots_at(batch.page_table[torch.from_numpy(row)], made.batch.positions[:, None], PAGE).view(-1)
-    assert made.batch.slots.tolist() == expected.tolist()
+    assert made.source.tolist() == [0, 2, 3, 11, 5, 6, 7, 8, 9]
+    assert made.pages is not None and made.pages.tolist() == [batch.pages[2, 1]]
+    row = torch.tensor([0, 1, 1, 2, 2, 2, 2, 2, 3])
+    assert made.slots.tolist() == slots_at(batch.page_table[row], made.positions[:, None], PAGE).view(-1).tolist()
+    newest = front(batch, Accepted(tokens, torch.tensor([2, 1, 0, 1], dtype=torch.int32), torch.zeros(4)),
+                   torch.tensor([1, 3]))
+    assert newest.places is not None and newest.places.tolist() == [0, 1, 3]
+    assert newest.tokens.tolist() == [21, 30, 32] and newest.lengths.tolist() == [7, 3, 10]
+    assert newest.source.tolist() == [1, 4, 10], "the last accepted token's, or the prompt's last"
 
 
-def test_further_passes_stand_behind_what_was_accepted() -> None:
+def test_every_token_but_the_newest_is_stored_once() -> None:
+    """Chunk by chunk and with a cached prefix of any number of pages: slots 1 to the prompt's last token."""
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        length = int(rng.integers(2, 30))
+        cached = PAGE * int(rng.integers(0, (length - 1) // PAGE + 1))
+        algorithm, draft = make(LIMITS, 1)
+        at, resumed = cached, cached > 0
+        while at < length:
+            chunk = int(rng.integers(1, length - at + 1))
+            batch = shifted(algorithm, [1], [chunk], [at + chunk], [resumed])
+            batch.samples = np.array([at + chunk == length])
+            algorithm.accept(likely([3] if at + chunk == length else []), torch.zeros(chunk, HIDDEN), batch, Greedy())
+            at, resumed = at + chunk, False
+        stored = [place for fill in draft.fills for place in fill["positions"].tolist()]
+        assert stored == list(range(max(1, cached), length)), (length, cached)
+
+
+def test_drafts_stand_behind_what_was_accepted() -> None:
     algorithm, _ = make(LIMITS, 3)
     batch = shifted(algorithm, [4, 6], [4, 4], [14, 30], [False, False], decodes=2)
-    made = one_more(batch, None, 3, torch.tensor([11, 29]), PAGE)
+    made = one_more(batch, 3, torch.tensor([11, 29], dtype=torch.int32), 4, PAGE)
     assert made.positions.tolist() == [13, 31] and made.kv_lens_device.tolist() == [14, 32]
-    assert made.kv_lens.tolist() == [17, 33] and made.mode is Mode.DRAFT_DECODE
+    assert made.kv_lens.tolist() == [13, 29] and made.mode is Mode.DRAFT_DECODE
     assert made.slots.tolist() == [batch.pages[0, 3] * PAGE + 1, batch.pages[1, 7] * PAGE + 3]
 
 
@@ -160,19 +184,20 @@ def test_states_of_page_ends_are_kept_for_those_who_resume() -> None:
     second = shifted(algorithm, [1], [3], [7], [True])
     second.pages[0, 0] = first.pages[0, 0]
     algorithm.accept(likely([3]), torch.full((3, HIDDEN), 9.0), second, Greedy())
-    continued = draft.passes[-1].extra[PREVIOUS_HIDDEN][:, 0].tolist()
-    assert continued == [3.0, 9.0, 9.0, 9.0], "the cached page's last token is number 3"
+    continued = draft.fills[-1]["previous"][:, 0].tolist()
+    assert continued == [3.0, 9.0, 9.0], "the cached page's last token is number 3"
 
 
 def test_passes_of_a_step() -> None:
     """One a drafted token; alone, none that nobody needs; among groups of ranks always all of them."""
-    for mesh, wanted in (({}, 1), ({"tp": 2, "dp": 2}, 3)):
+    for mesh, wanted in (({}, 0), ({"tp": 2, "dp": 2}, 3)):
         algorithm, draft = make(LIMITS, 3, **mesh)
         chunk = step([2], 0, [5], [5], [False])
         chunk.agreed = StepShape(Mode.PREFILL, 2, 9)
+        assert algorithm.draft(chunk).shape == (0, 4)
         algorithm.accept(likely([]), torch.zeros(5, HIDDEN), chunk, Greedy())
-        assert len(draft.passes) == wanted
-        assert [one.agreed.tokens for one in draft.passes if one.agreed is not None] == [11, 2, 2][:wanted]
+        assert len(draft.passes) == wanted and len(draft.fills) == 1
+        assert [one.agreed.tokens for one in draft.passes if one.agreed is not None] == [2, 2, 2][:wanted]
     draft.passes.clear()
     idle = step([], 0, [1], [1], [])
     for name in ("query_lens", "kv_lens", "rows"):
@@ -181,9 +206,10 @@ def test_passes_of_a_step() -> None:
     idle.row_ids, idle.page_table = torch.zeros(0, dtype=torch.int64), torch.zeros(0, 1, dtype=torch.int32)
     idle.kv_lens_device, idle.query_starts = torch.zeros(0, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     idle.agreed = StepShape(Mode.VERIFY, 4, 16)
+    assert algorithm.draft(idle).shape == (0, 4)
     made = algorithm.accept(torch.zeros(0, VOCAB), torch.zeros(0, HIDDEN), idle, Greedy())
-    assert made.tokens.shape == (0, 4) and len(draft.passes) == 3
-    assert [one.agreed.tokens for one in draft.passes if one.agreed is not None] == [16, 4, 4]
+    assert made.tokens.shape == (0, 4) and len(draft.passes) == 3 and len(draft.fills) == 2
+    assert [one.agreed.tokens for one in draft.passes if one.agreed is not None] == [4, 4, 4]
 
 
 @pytest.mark.parametrize(("options", "field", "said"), [

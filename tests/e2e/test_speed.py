@@ -47,7 +47,8 @@ QUESTIONS = ("What is 317 + 425?", "What is the capital of France?", "Count from
 
 @pytest.mark.timing
 def test_drafting_one_token_at_batch_one_costs_little() -> None:
-    """No more than a tenth over no drafts: a step's second token costs a third of its first one here.
+    """No more than 8% over no drafts on free text, where few drafts are accepted (1.69 tokens a step): on held-out chat,
+    ``tests/draft_gains.py`` finds it faster, by less than a shared machine's noise.
 
     The best CPU time of each answer, in turns in one process with one thread.
     """
@@ -64,7 +65,7 @@ def test_drafting_one_token_at_batch_one_costs_little() -> None:
     finally:
         torch.set_num_threads(threads)
     none, nextn = (sum(best[number, name] for number in range(len(QUESTIONS))) for name in ("none", "nextn"))
-    assert nextn <= 1.10 * none, (none, nextn)
+    assert nextn <= 1.08 * none, (none, nextn)
 
 
 def _answer(llm: LLM, question: str) -> float:

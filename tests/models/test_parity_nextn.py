@@ -88,6 +88,10 @@ def test_logits_equal_transformers(tmp_path: Path) -> None:
               draft.hidden({1: ids[12:13]}, decodes=1, extra={PREVIOUS_HIDDEN: hidden[11:12]})[0]]
     torch.testing.assert_close(nextn.logits(torch.cat(halves)), wanted[:12], atol=TOLERANCE, rtol=0)
 
+    draft.fill(2, ids[1:12], hidden[:11])
+    last, _ = draft.hidden({2: ids[12:13]}, decodes=1, extra={PREVIOUS_HIDDEN: hidden[11:12]})
+    torch.testing.assert_close(nextn.logits(last), wanted[11:12], atol=TOLERANCE, rtol=0)
+
 
 def test_own_embedding_and_head_are_used_when_the_checkpoint_brings_them(tmp_path: Path) -> None:
     reference, _, tensors = with_mtp(tmp_path)
