@@ -68,6 +68,13 @@ class Limits:
 # ---- attention ----------------------------------------------------------------------------------------------------
 
 
+class RopeRows(NamedTuple):
+    """What ``Ops.rope_at`` returns where kernels rotate: cos_sin float32 [T, R], cosines then sines."""
+
+    cos_sin: Tensor
+    interleaved: bool
+
+
 class MlaLayer(Protocol):
     """What a backend needs from one MLA layer. All tensors in the compute dtype, heads local to this rank.
 
@@ -105,6 +112,12 @@ class MhaLayer(Protocol):
 
 
 class AttentionBackend(Protocol):
+    """Attributes:
+        takes_projections: MLA layers may call ``mla_projected`` instead of ``mla`` where ops hand over ``RopeRows``.
+    """
+
+    takes_projections: bool
+
     def kv_layout(self) -> KVLayout:
         """What it keeps in the cache. Called before ``reserve``."""
         ...
@@ -112,13 +125,26 @@ class AttentionBackend(Protocol):
     def reserve(self, limits: Limits) -> None: ...
 
     def plan_step(self, batch: Batch, slot: object | None) -> None:
-        """Host-side preparation for ``batch``; ``slot`` is the graph slot it will replay in, or None."""
+        """Host-side preparation for ``batch``; ``slot`` is the graph slot it will replay in, or None.
+
+        With a slot, ``batch`` is the slot's own padded batch, whose device tensors are the same in capture and in every
+        replay; whatever a captured kernel reads beside them must lie in buffers that belong to the slot.
+        """
         ...
 
     def mla(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, layer: MlaLayer) -> Tensor:
         """Store latent [T, lora_rank] and k_rope [T, rope_dim], attend, return [T, H * v_dim].
 
         q_nope [T, H, nope_dim], q_rope [T, H, rope_dim]; rope already applied, latent already normed.
+        """
+        ...
+
+    def mla_projected(self, query: Tensor, compressed: Tensor, norm_weight: Tensor, eps: float, at: RopeRows,
+                      layer: MlaLayer) -> Tensor:
+        """As ``mla``, with the latent's norm and the rotation still to be done, so that they may be one kernel.
+
+        query [T, H, nope_dim + rope_dim] (may be overwritten), compressed [T, lora_rank + rope_dim]: latent, then the
+        key's rotary part; both may be strided between tokens.
         """
         ...
 
@@ -165,6 +191,8 @@ class ExpertsShape:
 
     ``prefix`` is the module path up to "experts"; checkpoint names are ``{prefix}.{e}.gate_proj.weight`` and so on.
     ``first``..``first + count`` are the experts held here; ``inter_start``/``inter`` the slice of their width.
+    ``shared``: so many further experts of the same width follow them, which together are the shared expert
+    ``shared_prefix`` (the slices of its width, in order).
     """
 
     prefix: str
@@ -175,6 +203,8 @@ class ExpertsShape:
     inter_start: int
     inter_full: int
     total: int
+    shared: int = 0
+    shared_prefix: str = ""
 
 
 class WeightTarget(Protocol):
@@ -239,14 +269,23 @@ class ExpertsMethod(Protocol):
     def finalize(self) -> None: ...
 
     def apply(self, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor:
-        """x [T, hidden], ids int64 [T, K] (of experts held, -1: not here), weights float32 [T, K] -> [T, hidden]."""
+        """x [T, hidden], ids [T, K] (of experts held, -1: not here), weights float32 [T, K] -> [T, hidden].
+
+        ids are int64, or int32 where ``Ops.route`` chose them.
+        """
         ...
 
 
 class QuantizationScheme(Protocol):
-    """Makes the methods of the modules it covers. ``block``: ranks split dimensions only at multiples of it."""
+    """Makes the methods of the modules it covers.
+
+    Attributes:
+        block: ranks split dimensions only at multiples of it.
+        fuses_shared: its experts' methods take ``ExpertsShape.shared``.
+    """
 
     block: int
+    fuses_shared: bool
 
     def linear(self, shape: LinearShape) -> LinearMethod: ...
 
@@ -702,6 +741,19 @@ class Executor(Protocol):
         ...
 
 
+class Route(Protocol):
+    """A gate in one call: scores, choice and weights."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, k: int, groups: int, topk_groups: int,
+                 renormalize: bool, scale: float, appended: int) -> tuple[Tensor, Tensor]:
+        """x [T, H], weight [E, H] -> weights float32 [T, K + A], ids int32 [T, K + A].
+
+        With bias float32 [E] a sigmoid gate, softmax otherwise; scores accumulate in float32. The A = ``appended``
+        columns behind the K chosen are experts E to E + A - 1 with weight 1: shared experts that ride along.
+        """
+        ...
+
+
 class Ops(Protocol):
     """Small kernels bound on layers at build: a table of callables, pure. References stand in ``kernels/``.
 
@@ -717,6 +769,7 @@ class Ops(Protocol):
         topk_sigmoid: (logits, bias float32 [E], k, groups, topk_groups, renormalize, scale) -> the same.
         fused: (producer, input format) -> the producer's variant that hands over that format as a ``Quantized``;
             producers are names of this table, and "cast" for plain activations.
+        route: the whole gate in one call, or None.
     """
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -728,3 +781,4 @@ class Ops(Protocol):
     topk_softmax: Callable[[Tensor, int, int, int, bool, float], tuple[Tensor, Tensor]]
     topk_sigmoid: Callable[[Tensor, Tensor, int, int, int, bool, float], tuple[Tensor, Tensor]]
     fused: Mapping[tuple[str, str], Callable[..., Any]]
+    route: Route | None

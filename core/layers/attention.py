@@ -11,6 +11,7 @@ from glowplug.core.build import BuildContext
 from glowplug.core.layers.linear import Linear, Part
 from glowplug.core.layers.module import Module
 from glowplug.core.layers.norm import RmsNorm
+from glowplug.core.protocols import RopeRows
 
 LATENT_EPS = 1e-6  #: of the two latent norms; published code and checkpoints never take it from the config
 
@@ -47,6 +48,8 @@ class MlaAttention(Module):
         self.input_proj = Linear(context, f"{name}.input_proj", sizes.hidden, [first, Part(
             f"{name}.kv_a_proj_with_mqa", sizes.kv_lora + sizes.rope, "replicated", bias=sizes.bias)])
         self._split = [self.input_proj.outputs[0], sizes.kv_lora, sizes.rope]
+        self._halves = [self._split[0], sizes.kv_lora + sizes.rope]
+        self._projected = context.attention.mla_projected if context.attention.takes_projections else None
         self._split_query = [sizes.nope, sizes.rope]
         self.q_norm: RmsNorm | None = None
         if not direct:
@@ -81,13 +84,20 @@ class MlaAttention(Module):
         return both[..., : self.nope_dim], both[..., self.nope_dim :]
 
     def forward(self, x: Any, at: object) -> Tensor:
+        if self._projected is not None and isinstance(at, RopeRows):
+            first, compressed = self.input_proj.forward(x).split_with_sizes(self._halves, dim=-1)
+            out = self._projected(self._query(first), compressed, self.kv_norm.weight, LATENT_EPS, at, self)
+            return self.o_proj.forward(out)
         first, latent, k_rope = self.input_proj.forward(x).split_with_sizes(self._split, dim=-1)
-        query = first if self.q_norm is None else self.q_b.forward(self.q_norm.forward(first))
-        query = query.view(-1, self.heads, self.nope_dim + self.rope_dim)
-        q_nope, q_rope = query.split_with_sizes(self._split_query, dim=-1)
+        q_nope, q_rope = self._query(first).split_with_sizes(self._split_query, dim=-1)
         q_rope, k_rope = self._rope(q_rope, k_rope.unsqueeze(1), at)
         out = self._mla(q_nope, q_rope, self.kv_norm.forward(latent), k_rope.squeeze(1), self)
         return self.o_proj.forward(out)
+
+    def _query(self, first: Tensor) -> Tensor:
+        if self.q_norm is None:
+            return first.view(-1, self.heads, self.nope_dim + self.rope_dim)
+        return self.q_b.forward(self.q_norm.forward(first)).view(-1, self.heads, self.nope_dim + self.rope_dim)
 
     def fill(self, x: Any, at: object, slots: Tensor) -> None:
         """Cache what later tokens read of x [T, hidden], at slots int64 [T], and no more."""

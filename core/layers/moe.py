@@ -37,13 +37,19 @@ class MoeSizes:
 
 
 class Gate(Module):
-    """Scores experts in float32 and picks: ``forward(x [T, hidden]) -> weights float32 [T, K], ids int64 [T, K]``."""
+    """Scores experts in float32 and picks: ``forward(x [T, hidden]) -> weights float32 [T, K], ids int [T, K]``."""
 
     def __init__(self, context: BuildContext, name: str, sizes: MoeSizes) -> None:
         self.name, self.sizes = name, sizes
-        self.weight = torch.empty(sizes.experts, sizes.hidden, device=context.worker.device)
-        self.bias = torch.zeros(sizes.experts, device=context.worker.device) if sizes.sigmoid else None
+        device, stored = context.worker.device, context.facts.tensors.get(f"{name}.weight")
+        exact = torch.device(device).type != "cpu" and stored is not None and stored.dtype == "bfloat16"
+        # NOTE: products of bfloat16 numbers are exact in float32, so nothing is lost by leaving a gate as it is stored.
+        self.weight = torch.empty(sizes.experts, sizes.hidden, dtype=torch.bfloat16 if exact else torch.float32,
+                                  device=device)
+        self.bias = torch.zeros(sizes.experts, device=device) if sizes.sigmoid else None
+        self.appended = 0  #: shared experts chosen for every token, where they ride along with the routed ones
         self._softmax, self._sigmoid = context.ops.topk_softmax, context.ops.topk_sigmoid
+        self._route = context.ops.route
 
     def own_targets(self) -> Iterator[WeightTarget]:
         yield Target(f"{self.name}.weight", tuple(self.weight.shape), self.weight)
@@ -52,23 +58,31 @@ class Gate(Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         s = self.sizes
-        logits = F.linear(x.float(), self.weight)
+        if self._route is not None:
+            return self._route(x, self.weight, self.bias, s.topk, s.groups, s.topk_groups, s.renormalize, s.scale,
+                               self.appended)
+        logits = F.linear(x.float(), self.weight.float())
         if self.bias is not None:
             return self._sigmoid(logits, self.bias, s.topk, s.groups, s.topk_groups, s.renormalize, s.scale)
         return self._softmax(logits, s.topk, s.groups, s.topk_groups, s.renormalize, s.scale)
 
 
 class Experts(Module):
-    """The routed experts of this rank. ``partial``: axes over which the results are still to be summed."""
+    """The routed experts of this rank. ``partial``: axes over which the results are still to be summed.
 
-    def __init__(self, context: BuildContext, name: str, sizes: MoeSizes) -> None:
+    ``shared``: experts behind them that hold the shared expert ``shared_name``.
+    """
+
+    def __init__(self, context: BuildContext, name: str, sizes: MoeSizes, shared: int = 0,
+                 shared_name: str = "") -> None:
         held = context.parallel.shard("experts", name, sizes.experts)
         scheme = context.scheme_for(f"{name}.{held.start}.gate_proj")
         width = context.parallel.shard("expert_width", name, sizes.width, scheme.block)
         self.name, self.first, self.count, self.total = name, held.start, held.size, sizes.experts
         self.method: ExpertsMethod = scheme.experts(ExpertsShape(
             prefix=name, count=held.size, first=held.start, hidden=sizes.hidden, inter=width.size,
-            inter_start=width.start, inter_full=width.full, total=sizes.experts))
+            inter_start=width.start, inter_full=width.full, total=sizes.experts, shared=shared,
+            shared_prefix=shared_name))
         self.input_format = self.method.input_format
         self.partial = tuple(dict.fromkeys(shard.axis for shard in (held, width) if shard.reduce))
         self.forward = self.method.apply
@@ -96,14 +110,24 @@ class Moe(Module):
 
     def __init__(self, context: BuildContext, name: str, sizes: MoeSizes) -> None:
         self.gate = Gate(context, f"{name}.gate", sizes)
-        self.experts = Experts(context, f"{name}.experts", sizes)
+        riding = self._riding(context, name, sizes)
+        self.gate.appended = riding
+        self.experts = Experts(context, f"{name}.experts", sizes, riding, f"{name}.shared_experts" if riding else "")
         self.shared = Mlp(context, f"{name}.shared_experts", sizes.hidden, sizes.shared,
-                          reduce=False) if sizes.shared else None
+                          reduce=False) if sizes.shared and not riding else None
         readers = [self.experts] if self.shared is None else [self.experts, self.shared]
         self._cast: Callable[[Tensor], Tensor] | None = caster(context.ops, *readers)  # type: ignore[assignment]
         self._exchange = context.parallel.expert_exchange(name, sizes.experts)
         self.exchanges = self._exchange is not None
         self._collectives = context.collectives
+
+    @staticmethod
+    def _riding(context: BuildContext, name: str, sizes: MoeSizes) -> int:
+        """As how many routed experts the shared expert is computed; 0: by itself."""
+        scheme = context.scheme_for(f"{name}.experts.0.gate_proj")
+        together = (context.worker.ranks == 1 and context.ops.route is not None and scheme.fuses_shared
+                    and scheme is context.scheme_for(f"{name}.shared_experts.gate_proj"))
+        return sizes.shared // sizes.width if together and sizes.shared % sizes.width == 0 else 0
 
     def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
         weights, ids = self.gate.forward(x)

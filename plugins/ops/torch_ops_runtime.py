@@ -27,6 +27,7 @@ class TorchOps:
         self.silu_and_mul = activation.silu_and_mul
         self.topk_softmax = routing.topk_softmax
         self.topk_sigmoid = routing.topk_sigmoid
+        self.route = None
         self.fused: Mapping[tuple[str, str], Callable[..., Any]] = {
             ("cast", FP8_VALUES): _fp8_values,
             ("rms_norm", FP8_VALUES): _rms_norm_fp8,

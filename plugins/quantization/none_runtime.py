@@ -17,6 +17,7 @@ class NoQuantization:
     """``QuantizationScheme`` that keeps weights dense. Covers everything."""
 
     block = 1
+    fuses_shared = False
 
     def __init__(self, options: NoQuantizationOptions, plan: EnginePlan, worker: Worker) -> None:
         self._dtype: torch.dtype = worker.dtype or getattr(torch, plan.dtype)

@@ -47,8 +47,9 @@ QUESTIONS = ("What is 317 + 425?", "What is the capital of France?", "Count from
 
 @pytest.mark.timing
 def test_drafting_one_token_at_batch_one_costs_little() -> None:
-    """No more than 8% over no drafts on free text, where few drafts are accepted (1.69 tokens a step): on held-out chat,
-    ``tests/draft_gains.py`` finds it faster, by less than a shared machine's noise.
+    """No more than 8% over no drafts on free text, where few drafts are accepted (1.69 tokens a step).
+
+    On held-out chat ``tests/draft_gains.py`` finds it faster, by less than a shared machine's noise.
 
     The best CPU time of each answer, in turns in one process with one thread.
     """
