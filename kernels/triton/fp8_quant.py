@@ -1,0 +1,140 @@
+"""Activations to E4M3 with one float32 scale a token and 128 channels, alone and at the end of what produces them.
+
+Every function returns (values E4M3 [T, N], scales float32 [T, ceil(N / 128)]). Scales lie channel group after channel
+group with tokens side by side, a group's tokens filled up to a multiple of four: the layout that TMA loads want. The
+last group of a token may be ragged.
+"""
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+GROUP = 128
+CHUNK = 8  #: groups a program quantises where a token's groups do not depend on each other
+
+
+@triton.jit
+def quantize_rows(x):
+    """float32 x [R, 128] -> E4M3 [R, 128] and float32 scales [R], the largest value of a row becoming 448."""
+    scale = tl.maximum(tl.max(tl.abs(x), 1), 1e-10) / 448.0
+    return (x / scale[:, None]).to(tl.float8e4nv), scale
+
+
+@triton.jit
+def _store(x, values, scales, row, group, column, size, scale_stride):
+    stored, scale = quantize_rows(x)
+    tl.store(values + row * size + column, stored, mask=column < size)
+    tl.store(scales + group * scale_stride + row, scale, mask=group * 128 < size)
+
+
+@triton.jit
+def _quantize(x, values, scales, x_stride, size, scale_stride, GROUPS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    value = tl.load(x + row * x_stride + column, mask=column < size, other=0.0).to(tl.float32)
+    _store(value, values, scales, row, group, column, size, scale_stride)
+
+
+@triton.jit
+def _silu_and_mul(x, values, scales, x_stride, size, scale_stride, GROUPS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = column < size
+    gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * x_stride + size + column, mask=inside, other=0.0).to(tl.float32)
+    _store(gate / (1.0 + tl.exp(-gate)) * up, values, scales, row, group, column, size, scale_stride)
+
+
+@triton.jit
+def _rms_norm(x, weight, values, scales, x_stride, size, scale_stride, eps, GROUPS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, GROUPS)
+    column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = column < size
+    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    root = tl.rsqrt(tl.sum(tl.sum(value * value, 1), 0) / size + eps)
+    _store(value * root * gain, values, scales, row, group, column, size, scale_stride)
+
+
+@triton.jit
+def _add_rms_norm(x, residual, weight, total, values, scales, x_stride, residual_stride, size, scale_stride, eps,
+                  GROUPS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, GROUPS)
+    column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = column < size
+    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    value += tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    rounded = value.to(total.dtype.element_ty)
+    tl.store(total + row * size + column, rounded, mask=inside)
+    value = rounded.to(tl.float32)  # what the next layer will read, not what the sum was before rounding
+    root = tl.rsqrt(tl.sum(tl.sum(value * value, 1), 0) / size + eps)
+    _store(value * root * gain, values, scales, row, group, column, size, scale_stride)
+
+
+def empty_quantized(rows: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Values [rows, size] and scales [rows, ceil(size / 128)] in the module's layout, neither filled."""
+    scales = torch.empty(-(-size // GROUP), -(-rows // 4) * 4, dtype=torch.float32, device=device)
+    return torch.empty(rows, size, dtype=torch.float8_e4m3fn, device=device), scales.t()[:rows]
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _warps(groups: int) -> int:
+    return 2 if groups <= 4 else 4 if groups <= 16 else 8 if groups <= 32 else 16
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, N]; rows may be strided."""
+    x = _rows(x)
+    rows, size = x.shape
+    values, scales = empty_quantized(rows, size, x.device)
+    if rows:
+        chunks = triton.cdiv(scales.shape[1], CHUNK)
+        _quantize[(rows, chunks)](x, values, scales, x.stride(0), size, scales.stride(1), GROUPS=CHUNK, num_warps=4)
+    return values, scales
+
+
+def silu_and_mul(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, 2N], gate then up -> silu(gate) * up, quantised from float32."""
+    x = _rows(x)
+    rows, size = x.shape[0], x.shape[1] // 2
+    values, scales = empty_quantized(rows, size, x.device)
+    if rows:
+        chunks = triton.cdiv(scales.shape[1], CHUNK)
+        _silu_and_mul[(rows, chunks)](x, values, scales, x.stride(0), size, scales.stride(1), GROUPS=CHUNK,
+                                      num_warps=4)
+    return values, scales
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x [T, N] -> x / sqrt(mean(x^2) + eps) * weight, quantised from float32."""
+    x = _rows(x)
+    rows, size = x.shape
+    values, scales = empty_quantized(rows, size, x.device)
+    if rows:
+        groups = triton.next_power_of_2(scales.shape[1])
+        _rms_norm[(rows,)](x, weight, values, scales, x.stride(0), size, scales.stride(1), eps, GROUPS=groups,
+                           num_warps=_warps(groups))
+    return values, scales
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """x and residual [T, N] -> (:func:`rms_norm` of their sum as rounded to x's dtype, the sum). Neither is written."""
+    x, residual = _rows(x), _rows(residual)
+    rows, size = x.shape
+    values, scales = empty_quantized(rows, size, x.device)
+    total = torch.empty(rows, size, dtype=x.dtype, device=x.device)
+    if rows:
+        groups = triton.next_power_of_2(scales.shape[1])
+        _add_rms_norm[(rows,)](x, residual, weight, total, values, scales, x.stride(0), residual.stride(0), size,
+                               scales.stride(1), eps, GROUPS=groups, num_warps=_warps(groups))
+    return (values, scales), total
