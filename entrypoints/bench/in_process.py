@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from glowplug.entrypoints.llm import LLM
 
 
+SETTLING = 4  #: decode steps at the start that statistics leave out, when there are four times as many
+
+
 @dataclass(frozen=True)
 class BatchTimes:
     """One static batch, from submit to the last token. Seconds.
@@ -20,7 +23,8 @@ class BatchTimes:
     Attributes:
         batch, input_len, output_len: its shape, in sequences and tokens.
         prefill: until every sequence had its first token.
-        decodes: one entry a decode step, ``batch`` tokens each.
+        decodes: one entry for each step in which every sequence got a token.
+        total: until the last token.
     """
 
     batch: int
@@ -28,10 +32,7 @@ class BatchTimes:
     output_len: int
     prefill: float
     decodes: tuple[float, ...]
-
-    @property
-    def total(self) -> float:
-        return self.prefill + sum(self.decodes)
+    total: float
 
     @property
     def prefill_throughput(self) -> float:
@@ -39,8 +40,17 @@ class BatchTimes:
         return self.batch * self.input_len / self.prefill
 
     @property
+    def steady(self) -> tuple[float, ...]:
+        """The decode steps once they have settled."""
+        return self.decodes[SETTLING:] if len(self.decodes) >= 4 * SETTLING else self.decodes
+
+    @property
     def median_decode(self) -> float:
-        return float(np.median(self.decodes)) if self.decodes else 0.0
+        return float(np.median(self.steady)) if self.decodes else 0.0
+
+    @property
+    def mean_decode(self) -> float:
+        return float(np.mean(self.steady)) if self.decodes else 0.0
 
     @property
     def decode_throughput(self) -> float:
@@ -58,31 +68,35 @@ def random_ids(rng: random.Random, batch: int, length: int, vocab: int) -> list[
 
 
 def run_static_batch(llm: LLM, prompts: Sequence[list[int]], output_len: int) -> BatchTimes:
-    """All prompts at once, ``output_len`` tokens each, end-of-sequence ignored. Nothing else may run in ``llm``."""
+    """All prompts at once, ``output_len`` tokens each, end-of-sequence ignored. Nothing else may run in ``llm``.
+
+    Prompts that need several steps begin to decode one after the other: such steps do not count as decode steps.
+    """
     from glowplug.core.request import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
-    begun = time.perf_counter()
+    begun = now = time.perf_counter()
     waiting = {llm.submit(prompt, params) for prompt in prompts}
     open_streams = set(waiting)
     prefill, marks = 0.0, []
     while open_streams:
         deltas = llm.poll()
-        if not deltas:
-            continue
         now = time.perf_counter()
+        advanced = sum(bool(delta.token_ids) for _, delta in deltas)
         for stream, delta in deltas:
             if delta.token_ids:
                 waiting.discard(stream)
             if stream.done:
                 open_streams.discard(stream)
-        if waiting:
+        if waiting or not deltas:
             continue
         if not prefill:
             prefill = now - begun
-        marks.append(now)
+            marks.append(now)
+        elif advanced == len(prompts):
+            marks.append(now)
     decodes = tuple(later - earlier for earlier, later in zip(marks, marks[1:]))
-    return BatchTimes(len(prompts), len(prompts[0]), output_len, prefill, decodes[:output_len - 1])
+    return BatchTimes(len(prompts), len(prompts[0]), output_len, prefill, decodes, now - begun)
 
 
 def median_run(runs: Sequence[BatchTimes]) -> BatchTimes:

@@ -5,18 +5,24 @@ import argparse
 import itertools
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from glowplug.core.errors import GlowplugError
 from glowplug.entrypoints.bench import report
+from glowplug.entrypoints.bench.conditions import conditions
 from glowplug.entrypoints.bench.engine_options import add_engine_options, engine_config
+from glowplug.entrypoints.bench.floor import card_bandwidth, plan_floor
 from glowplug.entrypoints.bench.in_process import BatchTimes, median_run, random_ids, run_static_batch
 
 if TYPE_CHECKING:
     from glowplug.entrypoints.llm import LLM
 
 SHOWN_STEPS = 5  #: decode steps printed one by one
+MAX_CHUNK = 16384  #: prompt tokens a step unless the operator says otherwise
+COLUMNS = ("batch_size", "input_len", "prefill_ms", "prefill_tokens_per_s", "decode_median_ms", "decode_mean_ms",
+           "decode_tokens_per_s", "floor_ms", "floor_share")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -28,8 +34,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--run-name", default="default", help="kept in the record")
     group.add_argument("--log-decode-step", type=int, default=0, metavar="N", help="also print every Nth decode step")
     group.add_argument("--profile", action="store_true", help="trace one further run with torch's profiler")
+    group.add_argument("--bandwidth", type=float, default=None, metavar="TB/S",
+                       help="of the device's memory, for the floor; default: what a copy reaches on this card")
     group.add_argument("--result-filename", "--output-file", default=None, metavar="FILE",
                        help="append one JSON line for each combination")
+    group.add_argument("--save", default=None, metavar="FILE", help="write one JSON document: conditions, plan, results")
     add_engine_options(parser)
 
 
@@ -45,14 +54,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def static_config(config: dict[str, Any], shapes: list[tuple[int, int, int]]) -> dict[str, Any]:
-    """``config`` with what a static batch wants where the operator said nothing: room for the largest batch, its whole
-    prefill in one step, each step read before the next is launched, no prefix cache."""
+    """``config`` with what a static batch wants where the operator said nothing: room for the largest batch and its
+    longest sequence, prefill in as few steps as are sensible, no prefix cache, no tokenizer."""
     if any(min(shape) < 1 for shape in shapes):
         raise ValueError("batch size, input length and output length are at least 1")
     scheduler = {"max_running_requests": max(batch for batch, _, _ in shapes),
-                 "chunk_size": max(batch * length for batch, length, _ in shapes), "overlap": False}
+                 "chunk_size": min(MAX_CHUNK, max(batch * length for batch, length, _ in shapes))}
     given = config.get("scheduler", {})
-    return {"skip_tokenizer": True, "cache": {"use": "none"}, **config, "scheduler": {**scheduler, **given}}
+    return {"skip_tokenizer": True, "cache": {"use": "none"}, "context_length": max(i + o for _, i, o in shapes),
+            **config, "scheduler": {**scheduler, **given}}
 
 
 def _run(args: argparse.Namespace, config: dict[str, Any], shapes: list[tuple[int, int, int]]) -> int:
@@ -60,20 +70,37 @@ def _run(args: argparse.Namespace, config: dict[str, Any], shapes: list[tuple[in
 
     with LLM(**config) as llm:
         rng = random.Random(llm.plan.seed)
-        vocab = llm.plan.facts.model.vocab_size
-        for batch, length, output in shapes:
-            print(f"Warmup (batch {batch}, input {length}, output {output}) ...")
-            show(run_static_batch(llm, random_ids(rng, batch, length, vocab), min(output, 8)), 0)
-            print("Benchmark ...")
-            runs = [run_static_batch(llm, random_ids(rng, batch, length, vocab), output)
-                    for _ in range(max(args.repeat, 1))]
-            times = median_run(runs)
-            show(times, args.log_decode_step)
-            if args.profile:
-                _trace(llm, random_ids(rng, batch, length, vocab), output)
+        bandwidth = args.bandwidth * 1e12 if args.bandwidth else card_bandwidth(llm.plan.facts.hardware.devices)
+        records = []
+        for shape in shapes:
+            times = _measure(args, llm, rng, shape)
+            records.append(record(times, args, llm, bandwidth))
             if args.result_filename:
-                report.append_line(Path(args.result_filename), record(times, args.run_name, len(runs), llm.plan.device))
+                report.append_line(Path(args.result_filename), records[-1])
+            if args.save:  # after each, so that a run that is cut short has left what it had
+                report.write_json(Path(args.save), document(llm, records, bandwidth))
+    print(report.table(COLUMNS, [[found.get(column, "-") for column in COLUMNS] for found in records]))
     return 0
+
+
+def _measure(args: argparse.Namespace, llm: LLM, rng: random.Random, shape: tuple[int, int, int]) -> BatchTimes:
+    """The median run of one shape, after a warm-up."""
+    batch, length, output = shape
+    vocab = llm.plan.facts.model.vocab_size
+    print(f"Warmup (batch {batch}, input {length}, output {output}) ...")
+    show(run_static_batch(llm, random_ids(rng, batch, length, vocab), min(output, 8)), 0)
+    print("Benchmark ...")
+    times = median_run([run_static_batch(llm, random_ids(rng, batch, length, vocab), output)
+                        for _ in range(max(args.repeat, 1))])
+    if batch * length > llm.plan.sizes.chunk_size and output > 1:
+        # NOTE: its sequences begin to decode before the last has its prompt behind it, so prefill is timed by itself.
+        alone = median_run([run_static_batch(llm, random_ids(rng, batch, length, vocab), 1)
+                            for _ in range(max(args.repeat, 1))])
+        times = replace(times, prefill=alone.prefill)
+    show(times, args.log_decode_step)
+    if args.profile:
+        _trace(llm, random_ids(rng, batch, length, vocab), output)
+    return times
 
 
 def _trace(llm: LLM, prompts: list[list[int]], output: int) -> None:
@@ -93,16 +120,36 @@ def show(times: BatchTimes, every: int) -> None:
             print(f"Decode {index}. Batch size: {times.batch}, latency: {seconds:8.5f} s, "
                   f"throughput: {times.batch / seconds:10.2f} token/s")
     if times.decodes:
-        print(f"Decode.  median latency: {times.median_decode:8.5f} s, "
+        print(f"Decode.  median latency: {times.median_decode:8.5f} s, mean latency: {times.mean_decode:8.5f} s, "
               f"median throughput: {times.decode_throughput:10.2f} token/s")
     print(f"Total. latency: {times.total:7.3f} s, throughput: {times.throughput:10.2f} token/s", flush=True)
 
 
-def record(times: BatchTimes, name: str, runs: int, device: str) -> dict[str, Any]:
-    """Keys as SGLang's, and how many runs the median was taken of."""
-    return {
-        "run_name": name, "batch_size": times.batch, "input_len": times.input_len, "output_len": times.output_len,
-        "prefill_latency": times.prefill, "prefill_throughput": times.prefill_throughput,
-        "median_decode_latency": times.median_decode, "median_decode_throughput": times.decode_throughput,
-        "total_latency": times.total, "overall_throughput": times.throughput, "runs": runs, "device": device,
+def record(times: BatchTimes, args: argparse.Namespace, llm: LLM, bandwidth: float) -> dict[str, Any]:
+    """SGLang's keys in seconds, then ours in milliseconds. ``bandwidth`` 0: the floor is not known."""
+    found: dict[str, Any] = {
+        "run_name": args.run_name, "batch_size": times.batch, "input_len": times.input_len,
+        "output_len": times.output_len, "prefill_latency": times.prefill,
+        "prefill_throughput": times.prefill_throughput, "median_decode_latency": times.median_decode,
+        "median_decode_throughput": times.decode_throughput, "total_latency": times.total,
+        "overall_throughput": times.throughput, "runs": max(args.repeat, 1), "device": llm.plan.device,
+        "prefill_ms": times.prefill * 1e3, "prefill_tokens_per_s": times.prefill_throughput,
+        "decode_median_ms": times.median_decode * 1e3, "decode_mean_ms": times.mean_decode * 1e3,
+        "decode_steps": len(times.steady), "decode_tokens_per_s": times.decode_throughput,
+    }
+    if bandwidth and times.decodes:
+        moved = plan_floor(llm.plan, times.batch, times.input_len)
+        floor = moved.seconds(bandwidth)
+        found |= {"floor_gb": moved.total / 1e9, "floor_ms": floor * 1e3, "floor_share": floor / times.median_decode}
+    return found
+
+
+def document(llm: LLM, records: list[dict[str, Any]], bandwidth: float) -> dict[str, Any]:
+    """What ``--save`` writes: the conditions, what the plan chose for each slot, and every record."""
+    plan = llm.plan
+    return conditions(plan.device) | {
+        "engine": "glowplug", "model": plan.model, "architecture": plan.facts.model.architecture, "dtype": plan.dtype,
+        "kv_dtype": plan.kv_dtype, "overlap": plan.overlap, "bandwidth_tb_s": bandwidth / 1e12,
+        "chosen": {choice.slot: choice.options for choice in plan.choices},
+        "startup_seconds": llm.control("info").get("startup_seconds"), "results": records,
     }

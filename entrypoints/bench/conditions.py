@@ -1,0 +1,49 @@
+"""Under which conditions a result was measured: command, date, versions, card. Kept beside every number."""
+from __future__ import annotations
+
+import datetime
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import glowplug
+
+PACKAGES = ("torch", "triton", "sglang-kernel", "flashinfer-python", "sgl-deep-gemm", "deep-gemm")
+
+
+def conditions(device: str) -> dict[str, Any]:
+    """``device``: "cpu" or "cuda". Packages that are not installed are left out."""
+    from glowplug.core.machine import installed
+
+    found: dict[str, Any] = {
+        "command": shlex.join(["glowplug", *sys.argv[1:]]),
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "glowplug": glowplug.__version__, "commit": _commit(), "python": platform.python_version(),
+        "packages": {name: version for name in PACKAGES if (version := installed(name))},
+    }
+    return found | (_card() if device == "cuda" else {"card": f"cpu ({platform.machine()})"})
+
+
+def _commit() -> str:
+    """Of the checkout this runs from; "" when it is none."""
+    root = Path(__file__).resolve().parents[2]
+    return _line(["git", "-C", str(root), "rev-parse", "--short", "HEAD"]) if (root / ".git").exists() else ""
+
+
+def _card() -> dict[str, Any]:
+    import torch
+
+    driver = _line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    return {"card": torch.cuda.get_device_name(), "driver": driver, "cuda": torch.version.cuda}
+
+
+def _line(command: list[str]) -> str:
+    """The first line a command prints; "" when it cannot be run."""
+    if shutil.which(command[0]) is None:
+        return ""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    return done.stdout.partition("\n")[0].strip() if done.returncode == 0 else ""
