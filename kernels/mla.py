@@ -9,6 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from glowplug.kernels.norm import rms_norm_reference
+from glowplug.kernels.rope import rotate_reference
+
 
 def absorb_query(q_nope: Tensor, w_uk: Tensor) -> Tensor:
     """q_nope [T, H, N], w_uk [H, N, C] -> [T, H, C]."""
@@ -53,3 +56,39 @@ def mla_reference(q_nope: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor, 
     hidden = torch.arange(keys, device=latent.device) > last_seen.unsqueeze(1)
     weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
     return torch.einsum("htm,mhv->thv", weights, value)
+
+
+def prologue(query: Tensor, compressed: Tensor, norm_weight: Tensor, eps: float, cos_sin: Tensor, interleaved: bool,
+             cache: Tensor, slots: Tensor, absorbed: Tensor, own: Tensor) -> None:
+    """From a step's projections to what attention reads. T tokens, of which the first D are those of decoding rows.
+
+    query [T, H, N + P], compressed [T, C + P], norm_weight [C], cos_sin float32 [T, P], cache [slots, C + P], slots
+    int64 [T], absorbed [D, H, C + P], own [T - D, C + P]. The latent is normed and the key's rotary part rotated into
+    ``cache``, and into ``own`` for the tokens behind D; the query's rotary part goes, rotated, into the last P of
+    ``absorbed``, and for the tokens behind D back into ``query``.
+    """
+    lora, decode = norm_weight.shape[0], absorbed.shape[0]
+    rope = compressed.shape[1] - lora
+    latent = rms_norm_reference(compressed[:, :lora], norm_weight, eps)
+    k_rope = rotate_reference(compressed[:, None, lora:], cos_sin, interleaved)[:, 0]
+    store(latent, k_rope, cache, slots)
+    own.copy_(torch.cat((latent, k_rope), dim=-1)[decode:])
+    turned = rotate_reference(query[..., -rope:], cos_sin, interleaved)
+    absorbed[..., lora:] = turned[:decode]
+    query[decode:, :, -rope:] = turned[decode:]
+
+
+def store(latent: Tensor, k_rope: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """latent [T, C] and k_rope [T, P] into cache [slots, C + P] at slots int64 [T]; FP8 saturates."""
+    entry = torch.cat((latent, k_rope), dim=-1)
+    if cache.dtype is torch.float8_e4m3fn:
+        cache.view(torch.uint8).index_copy_(0, slots, entry.float().clamp(-448, 448).to(cache.dtype).view(torch.uint8))
+    else:
+        cache.index_copy_(0, slots, entry.to(cache.dtype))
+
+
+def gather(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows int32 [K] of cache [slots, C + P] -> [K, C + P] in ``dtype``."""
+    if cache.dtype is torch.float8_e4m3fn:
+        return cache.view(torch.uint8).index_select(0, slots).view(cache.dtype).to(dtype)
+    return cache.index_select(0, slots).to(dtype)

@@ -5,7 +5,7 @@ step owns holds NaN, so reading one shows at once.
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from glowplug.core.facts import ModelFacts
+from glowplug.core.memory.pool import TORCH_DTYPES
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import AttentionBackend, Worker
 from glowplug.core.testing.paged_world import Row, World, make_world, random_rows
@@ -55,7 +56,9 @@ class _Suite:
     device = "cpu"
     dtype = torch.float32
     error = 2e-6
+    kv_dtype: torch.dtype | None = None  #: of the cache; None: ``dtype``
     page_sizes: tuple[int, ...] = (1, 7, 16)
+    page_size = 16  #: of the tests that try one only
     max_width = 4
     first_key = True  #: what ``AttentionOffers.first_key`` says
     entries: dict[str, tuple[int, ...]]
@@ -82,19 +85,28 @@ class _Suite:
 
     # ---- driving ----------------------------------------------------------------------------------------------------
 
+    @property
+    def cached(self) -> torch.dtype:
+        return self.kv_dtype or self.dtype
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """float32 numbers that the compute dtype holds exactly: what is measured is the backend's own error."""
+        return x.to(self.dtype).float()
+
     def backend(self, page_size: int) -> AttentionBackend:
         plan = bare_plan(page_size=page_size)
-        plan = replace(plan, facts=replace(plan.facts, model=self.facts()))
+        plan = replace(plan, facts=replace(plan.facts, model=self.facts()), device=self.device,
+                       kv_dtype=next(name for name, kind in TORCH_DTYPES.items() if kind is self.cached))
         return self.make(plan, Worker(device=self.device, dtype=self.dtype))
 
     def arguments(self, world: World, generator: torch.Generator) -> list[Tensor]:
         """Random queries and the step's own cache entries; fills the world's cache."""
-        kept = [world.fill(name, shape, generator) for name, shape in self.entries.items()]
+        kept = [world.fill(name, shape, generator, self.cached) for name, shape in self.entries.items()]
         tokens = world.batch.num_tokens
-        return [*(torch.randn(tokens, *shape, generator=generator) for shape in self.queries), *kept]
+        return [*(self.rounded(torch.randn(tokens, *shape, generator=generator)) for shape in self.queries), *kept]
 
     def step(self, backend: AttentionBackend, world: World, layer: MlaCase | MhaCase, args: list[Tensor]) -> Tensor:
-        world.move(self.device, self.dtype)
+        world.move(self.device, self.cached)
         backend.reserve(world.limits())
         backend.plan_step(world.batch, None)
         return self.attend(backend, layer)(*(x.to(self.device, self.dtype) for x in args)).cpu()
@@ -139,24 +151,25 @@ class _Suite:
 
     def test_the_step_is_stored(self) -> None:
         generator = torch.Generator().manual_seed(5)
-        world = make_world([Row(17, 1), Row(16, 1), Row(33, 20, prefill=True)], 16, 5)
+        world = make_world([Row(17, 1), Row(16, 1), Row(33, 20, prefill=True)], self.page_size, 5)
         args = self.arguments(world, generator)
-        self.step(self.backend(16), world, self.layer(generator), args)
+        self.step(self.backend(self.page_size), world, self.layer(generator), args)
         for name in self.entries:
             for index in range(len(world.rows)):
                 stored = world.pools[name].cpu()[world.slots_of(index)]
-                assert torch.equal(stored, world.cached[name][index].to(self.dtype)), (name, index)
+                assert torch.equal(stored.float(), world.cached[name][index]), (name, index)
 
     def test_chunked_equals_whole(self) -> None:
         """A prompt in chunks that end on both sides of a page boundary gives what it gives at once."""
         length, generator = 61, torch.Generator().manual_seed(3)
         layer = self.layer(generator)
-        whole = make_world([Row(length, length, prefill=True)], 16, 11)
+        whole = make_world([Row(length, length, prefill=True)], self.page_size, 11)
         args = self.arguments(whole, generator)
         expected = self.expected(whole, layer, args)
         for chunks in ([61], [15, 16, 17, 13], [1, 31, 29], [33, 28]):
-            backend, outs, end = self.backend(16), [], 0
-            pools = {name: torch.zeros(whole.num_pages * 16, *shape) for name, shape in self.entries.items()}
+            backend, outs, end = self.backend(self.page_size), [], 0
+            slots = whole.num_pages * self.page_size
+            pools = {name: torch.zeros(slots, *shape) for name, shape in self.entries.items()}
             for chunk in chunks:
                 start, end = end, end + chunk
                 world = self._continued(whole, start, end, pools)
@@ -177,12 +190,12 @@ class _Suite:
     def test_alone_equals_in_a_batch(self) -> None:
         """What else is in the step changes nothing beyond rounding."""
         generator, rows = torch.Generator().manual_seed(9), [Row(n, 1) for n in (1, 5, 16, 17, 31, 32, 33, 64)]
-        layer, backend, world = self.layer(generator), self.backend(16), make_world(rows, 16, 9)
+        layer, backend, world = self.layer(generator), self.backend(self.page_size), make_world(rows, self.page_size, 9)
         args = self.arguments(world, generator)
         together = self.step(backend, world, layer, args)
         for index, row in enumerate(rows):
             one = slice(index, index + 1)
-            alone = make_world([row], 16, 1)
+            alone = make_world([row], self.page_size, 1)
             alone.num_pages, alone.pools = world.num_pages, world.pools
             alone.batch.page_table, alone.batch.slots = world.batch.page_table[one], world.batch.slots[one]
             got = self.step(backend, alone, layer, [x[one] for x in args])
@@ -191,7 +204,8 @@ class _Suite:
     def test_padded_and_idle_rows_are_harmless(self) -> None:
         """A padded row (length 0, scratch pages) must not turn into NaN; an idle step has no tokens at all."""
         generator = torch.Generator().manual_seed(2)
-        layer, backend, world = self.layer(generator), self.backend(16), make_world([Row(20, 1), Row(1, 1)], 16, 2)
+        layer, backend = self.layer(generator), self.backend(self.page_size)
+        world = make_world([Row(20, 1), Row(1, 1)], self.page_size, 2)
         args = self.arguments(world, generator)
         world.batch.page_table[1] = 0
         world.batch.kv_lens_device[1] = 0
@@ -199,48 +213,71 @@ class _Suite:
         out = self.step(backend, world, layer, args)
         assert torch.isfinite(out).all()
         self.close(out[:1], self.expected(world, layer, args)[:1])
-        idle = make_world([], 16, 2)
+        idle = make_world([], self.page_size, 2)
         idle.pools = world.pools
         assert self.step(backend, idle, layer, [x[:0] for x in args]).shape == (0, out.shape[1])
 
     def test_lengths_known_on_the_device_only(self) -> None:
         """``kv_lens`` on the host may be an upper bound: what counts is ``kv_lens_device``."""
         generator, width = torch.Generator().manual_seed(6), min(2, self.max_width)
-        layer, world = self.layer(generator), make_world([Row(30, width), Row(12, width)], 16, 4)
+        layer, world = self.layer(generator), make_world([Row(30, width), Row(12, width)], self.page_size, 4)
         args = self.arguments(world, generator)
         world.batch.kv_lens = world.batch.kv_lens + np.int32(2)
-        self.close(self.step(self.backend(16), world, layer, args), self.expected(world, layer, args))
+        self.close(self.step(self.backend(self.page_size), world, layer, args), self.expected(world, layer, args))
 
     def test_layout_names_the_entries(self) -> None:
-        layout = self.backend(16).kv_layout()
+        layout = self.backend(self.page_size).kv_layout()
         assert {entry.name: entry.shape for entry in layout.entries} == self.entries
-        assert layout.page_size == 16 and layout.layers == self.facts().num_layers
+        assert layout.page_size == self.page_size and layout.layers == self.facts().num_layers
 
 
 class MlaSuite(_Suite):
-    """For backends that offer kind "mla"."""
+    """For backends that offer kind "mla". The sizes may be overridden.
 
-    entries = {"latent": (16,), "rope": (4,)}
-    queries = ((3, 8), (3, 4))
+    ``merged``: the cache has one entry "kv", a token's latent and then its rotary part.
+    """
+
+    heads, nope, rope, value, lora = 3, 8, 4, 6, 16
+    merged = False
+
+    @property
+    def entries(self) -> dict[str, tuple[int, ...]]:  # type: ignore[override]
+        return {"kv": (self.lora + self.rope,)} if self.merged else {"latent": (self.lora,), "rope": (self.rope,)}
+
+    @property
+    def queries(self) -> tuple[tuple[int, ...], ...]:  # type: ignore[override]
+        return (self.heads, self.nope), (self.heads, self.rope)
 
     def facts(self) -> ModelFacts:
-        config = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
-        return replace(bare_plan().facts.model, kind="mla", num_heads=3, num_kv_heads=3, head_dim=12, kv_lora_rank=16,
-                       qk_rope_head_dim=4, num_layers=2, config=config)
+        config = {"qk_nope_head_dim": self.nope, "qk_rope_head_dim": self.rope, "v_head_dim": self.value}
+        return replace(bare_plan().facts.model, kind="mla", num_heads=self.heads, num_kv_heads=self.heads,
+                       head_dim=self.nope + self.rope, kv_lora_rank=self.lora, qk_rope_head_dim=self.rope,
+                       num_layers=2, config=config)
 
     def layer(self, generator: torch.Generator) -> MlaCase:
-        weights = torch.randn(3, 8, 16, generator=generator) / 4, torch.randn(3, 16, 6, generator=generator) / 4
-        return MlaCase(*weights)
+        spread = self.lora**-0.5
+        w_uk = torch.randn(self.heads, self.nope, self.lora, generator=generator) * spread
+        w_uv = torch.randn(self.heads, self.lora, self.value, generator=generator) * spread
+        return self._case(self.rounded(w_uk), self.rounded(w_uv))
+
+    def _case(self, w_uk: Tensor, w_uv: Tensor) -> MlaCase:
+        return MlaCase(w_uk, w_uv, heads=self.heads, nope_dim=self.nope, rope_dim=self.rope, v_dim=self.value,
+                       lora_rank=self.lora, scale=1.28 * (self.nope + self.rope) ** -0.5)
 
     def attend(self, backend: AttentionBackend, layer: MlaCase | MhaCase) -> Callable[..., Tensor]:
         assert isinstance(layer, MlaCase)
-        there = MlaCase(layer.w_uk.to(self.device, self.dtype), layer.w_uv.to(self.device, self.dtype))
-        return lambda q_nope, q_rope, latent, rope: backend.mla(q_nope, q_rope, latent, rope, there)
+        there = self._case(layer.w_uk.to(self.device, self.dtype), layer.w_uv.to(self.device, self.dtype))
+        return lambda q_nope, q_rope, *kept: backend.mla(q_nope, q_rope, *self._entry(kept), there)
+
+    def _entry(self, kept: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Latent and rotary part of what the entries hold."""
+        whole = torch.cat(list(kept), dim=-1)
+        return whole[:, : self.lora], whole[:, self.lora :]
 
     def definition(self, queries: list[Tensor], history: list[Tensor], layer: MlaCase | MhaCase) -> Tensor:
         assert isinstance(layer, MlaCase)
-        (q_nope, q_rope), (latent, rope) = queries, history
-        k_nope, value = MlaCase(layer.w_uk.double(), layer.w_uv.double()).expand(latent.double())
+        (q_nope, q_rope), (latent, rope) = queries, self._entry(history)
+        k_nope, value = self._case(layer.w_uk.double(), layer.w_uv.double()).expand(latent.double())
         scores = torch.einsum("thn,mhn->htm", q_nope.double(), k_nope)
         scores = scores + torch.einsum("thp,mp->htm", q_rope.double(), rope.double())
         return torch.einsum("htm,mhv->thv", causal_softmax(scores * layer.scale), value)

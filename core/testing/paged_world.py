@@ -32,11 +32,15 @@ class World:
     cached: dict[str, list[Tensor]] = field(default_factory=dict)
     pools: dict[str, Tensor] = field(default_factory=dict)
 
-    def fill(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Random history under ``name``: the prefix goes into the pool, the step's tokens are returned [T, *shape]."""
+    def fill(self, name: str, shape: tuple[int, ...], generator: torch.Generator,
+             dtype: torch.dtype = torch.float32) -> Tensor:
+        """Random history under ``name``: the prefix goes into the pool, the step's tokens are returned [T, *shape].
+
+        The numbers are float32 that ``dtype`` holds exactly.
+        """
         pool = torch.full((self.num_pages * self.page_size, *shape), float("nan"))
         pool[0] = 0.0  # scratch: where padding rows look
-        history = [torch.randn(row.length, *shape, generator=generator) for row in self.rows]
+        history = [torch.randn(row.length, *shape, generator=generator).to(dtype).float() for row in self.rows]
         first = self.batch.first_key
         for index, row in enumerate(self.rows):
             slots = self.slots_of(index)[first : row.length - row.queries]

@@ -1,0 +1,179 @@
+"""What the latent-attention backends for GPUs share: the cache, the prologue, the absorbed products, prefill.
+
+A backend is a subclass with two kernels: ``decode`` over the paged cache and ``prefill``, ragged multi-head attention
+that also returns the log-sum-exp of each query's scores.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glowplug.core.batch import Batch
+from glowplug.core.memory.layout import KVEntry, KVLayout
+from glowplug.core.options import AttentionOptions
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, RopeRows, Worker
+from glowplug.kernels import mla
+from glowplug.kernels.merge import merge_states
+from glowplug.plugins.attention.paging import kv_layers
+from glowplug.plugins.attention.ragged import RaggedCall, RaggedRows, plan_ragged
+
+EXPANDED_BYTES = 256 << 20  #: keys and values that one call expands from cached latents
+
+
+@dataclass(eq=False)
+class _Step:
+    """``slots``: int64 [T] where the tokens go. The first ``decode`` tokens are those of decoding rows."""
+
+    slots: Tensor
+    decode: int
+    ragged: list[RaggedRows]
+
+
+class PagedMla:
+    """Latent attention over one cache entry ``kv``: a token's normed latent, then its rotated key part.
+
+    Decoding rows attend in latent space: their queries are absorbed, [latent size | rotary size] a head. Prefill rows
+    expand latents to per-head keys and values.
+    """
+
+    takes_projections = True
+
+    def __init__(self, options: AttentionOptions, plan: EnginePlan, worker: Worker) -> None:
+        facts = plan.facts.model
+        self._plan, self._page_size = plan, plan.sizes.page_size
+        self._lora, self._rope = facts.kv_lora_rank, facts.qk_rope_head_dim
+        self._dtype: torch.dtype = worker.dtype or getattr(torch, plan.dtype)
+        self._device = torch.device(worker.device)
+        nope, value = int(facts.config.get("qk_nope_head_dim", 128)), int(facts.config.get("v_head_dim", 128))
+        per_key = facts.num_heads * (2 * nope + self._rope + value) * self._dtype.itemsize
+        self._most_keys = max(256, EXPANDED_BYTES // per_key)
+        self._kernels: Any = _kernels(self._device)
+        self._kv: tuple[Tensor, ...] = ()
+        self._step: _Step | None = None
+
+    # ---- a subclass's ------------------------------------------------------------------------------------------------
+
+    def plan_decode(self, batch: Batch, slot: object | None, first: int, rows: int, width: int) -> None:
+        """Prepare ``decode`` for ``rows`` rows from number ``first`` on, ``width`` tokens each; part of ``plan_step``.
+
+        Called only where there are such rows. With a slot, what it makes for captured kernels belongs to the slot.
+        """
+
+    def decode(self, query: Tensor, kv: Tensor, scale: float, layer: MlaLayer) -> Tensor:
+        """Absorbed query [n, H, lora + rope] over kv [slots, lora + rope] -> [n, H, lora], of the query's dtype.
+
+        A row's last query sees all its keys, each one before it one less.
+        """
+        raise NotImplementedError
+
+    def plan_prefill(self, ragged: list[RaggedRows]) -> None:
+        """Prepare ``attend_ragged`` for every call of the step."""
+
+    def attend_ragged(self, call: RaggedCall, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """One planned call; by ``prefill``, unless a library plans its calls."""
+        return self.prefill(q, k, v, call.q_starts, call.k_starts, call.max_q, call.max_k, scale, call.causal)
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, k_starts: Tensor, max_q: int, max_k: int,
+                scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+        """q [n, H, nope + rope], k [m, H, nope + rope], v [m, H, v_dim] -> out [n, H, v_dim], lse float32 [n, H].
+
+        q_starts, k_starts int32 [rows + 1] on the device. ``lse`` is the natural logarithm; v may be strided.
+        """
+        raise NotImplementedError
+
+    # ---- AttentionBackend --------------------------------------------------------------------------------------------
+
+    def kv_layout(self) -> KVLayout:
+        entry = KVEntry("kv", (self._lora + self._rope,), self._plan.kv_dtype)
+        return KVLayout(kv_layers(self._plan), self._page_size, (entry,))
+
+    def reserve(self, limits: Limits) -> None:
+        self._kv = tuple(layer["kv"] for layer in limits.kv)
+
+    def plan_step(self, batch: Batch, slot: object | None) -> None:
+        decodes, tokens = batch.num_decodes, batch.decode_tokens
+        if decodes:
+            self.plan_decode(batch, slot, 0, decodes, tokens // decodes)
+        ragged = plan_ragged(batch, self._page_size, self._most_keys) if decodes < batch.num_rows else []
+        if ragged:
+            self.plan_prefill(ragged)
+        self._step = _Step(batch.slots, tokens, ragged)
+
+    def mla(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, layer: MlaLayer) -> Tensor:
+        step = self._planned()
+        kv, count = self._kv[layer.index], step.decode
+        self._kernels.store(latent, k_rope, kv, step.slots)
+        absorbed = q_nope.new_empty(count, layer.heads, self._lora + self._rope)
+        absorbed[..., self._lora :] = q_rope[:count]
+        query = torch.cat((q_nope[count:], q_rope[count:]), dim=-1)
+        own = torch.cat((latent[count:], k_rope[count:]), dim=-1)
+        return self._attend(q_nope[:count], absorbed, query, own, layer)
+
+    def mla_projected(self, query: Tensor, compressed: Tensor, norm_weight: Tensor, eps: float, at: RopeRows,
+                      layer: MlaLayer) -> Tensor:
+        step = self._planned()
+        count = step.decode
+        absorbed = query.new_empty(count, layer.heads, self._lora + self._rope)
+        own = query.new_empty(query.shape[0] - count, self._lora + self._rope)
+        self._kernels.prologue(query, compressed, norm_weight, eps, at.cos_sin, at.interleaved, self._kv[layer.index],
+                               step.slots, absorbed, own)
+        return self._attend(query[:count, :, : layer.nope_dim], absorbed, query[count:], own, layer)
+
+    def store_mla(self, latent: Tensor, k_rope: Tensor, slots: Tensor, layer: MlaLayer) -> None:
+        self._kernels.store(latent, k_rope, self._kv[layer.index], slots)
+
+    def mha(self, q: Tensor, k: Tensor, v: Tensor, layer: MhaLayer) -> Tensor:
+        raise NotImplementedError("it offers kind mla only")
+
+    # ---- the layer's path behind the prologue ------------------------------------------------------------------------
+
+    def _planned(self) -> _Step:
+        assert self._step is not None, "plan_step comes first"
+        return self._step
+
+    def _attend(self, q_nope: Tensor, absorbed: Tensor, query: Tensor, own: Tensor, layer: MlaLayer) -> Tensor:
+        """Decoding tokens' q_nope [n, H, nope] and absorbed [n, H, lora + rope], whose latent part is still to be
+        filled; prefill tokens' query [m, H, nope + rope] and own keys [m, lora + rope] -> [n + m, H * v_dim]."""
+        step = self._planned()
+        kv, size = self._kv[layer.index], layer.heads * layer.v_dim
+        if not step.decode and len(step.ragged) == 1:
+            return self._ragged(step.ragged[0], query, own, kv, layer).reshape(-1, size)
+        out = query.new_empty(step.decode + query.shape[0], layer.heads, layer.v_dim)
+        if step.decode:
+            torch.bmm(q_nope.transpose(0, 1), layer.w_uk, out=absorbed[..., : self._lora].transpose(0, 1))
+            latent = self.decode(absorbed, kv, layer.scale, layer)
+            torch.bmm(latent.transpose(0, 1), layer.w_uv, out=out[: step.decode].transpose(0, 1))
+        for rows in step.ragged:
+            at = slice(rows.first - step.decode, rows.first - step.decode + rows.tokens)
+            out[rows.first : rows.first + rows.tokens] = self._ragged(rows, query[at], own[at], kv, layer)
+        return out.view(-1, size)
+
+    def _ragged(self, rows: RaggedRows, query: Tensor, own: Tensor, kv: Tensor, layer: MlaLayer) -> Tensor:
+        """query [n, H, nope + rope] and the tokens' own keys [n, lora + rope] -> [n, H, v_dim]."""
+        out, lse = self._call(rows.calls[0], query, own, kv, layer)
+        if len(rows.calls) == 1:
+            return out
+        state = out.float(), lse
+        for call in rows.calls[1:]:
+            part, part_lse = self._call(call, query, own, kv, layer)
+            state = merge_states(*state, part.float(), part_lse)
+        return state[0].to(out.dtype)
+
+    def _call(self, call: RaggedCall, query: Tensor, own: Tensor, kv: Tensor, layer: MlaLayer) -> tuple[Tensor, Tensor]:
+        keys = own if call.slots is None else self._kernels.gather(kv, call.slots, query.dtype)
+        k_nope, value = layer.expand(keys[:, : self._lora])
+        k_rope = keys[:, self._lora :].unsqueeze(1).expand(-1, layer.heads, -1)
+        return self.attend_ragged(call, query, torch.cat((k_nope, k_rope), dim=-1), value, layer.scale)
+
+
+def _kernels(device: torch.device) -> Any:
+    """``prologue``, ``store`` and ``gather``: by Triton on a GPU, else in torch."""
+    if device.type == "cuda":
+        from glowplug.kernels.triton import mla_prologue
+
+        return mla_prologue
+    return mla

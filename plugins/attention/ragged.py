@@ -1,0 +1,139 @@
+"""Prefill rows as calls of ragged attention over expanded keys: planned on the host, indices sent in one copy.
+
+Keys are counted from ``batch.first_key`` on: what lies before it is never read. R rows of a call, K keys of all.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from glowplug.core.batch import Batch
+from glowplug.core.placement import send
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(eq=False)
+class RaggedCall:
+    """R rows of queries, each over keys of its own.
+
+    Attributes:
+        q_starts, k_starts: int32 [R + 1] on the device, prefix sums of each row's queries and keys.
+        max_q, max_k: the longest row's.
+        causal: a row's last query sees all its keys and each one before it one less; False: all see all.
+        slots: int32 [K] cache slots of the keys; None: the keys are the rows' own tokens.
+        q_lens, k_lens: the rows' lengths on the host.
+    """
+
+    q_starts: Tensor
+    k_starts: Tensor
+    max_q: int
+    max_k: int
+    causal: bool
+    slots: Tensor | None
+    q_lens: Ints
+    k_lens: Ints
+
+
+@dataclass(eq=False)
+class RaggedRows:
+    """Neighbouring prefill rows: ``tokens`` of the step from number ``first`` on.
+
+    ``calls`` attend over disjoint sets of keys; the states of several are merged.
+    """
+
+    first: int
+    tokens: int
+    calls: list[RaggedCall]
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """A call before its indices are on the device. ``slots`` None: the rows' own tokens."""
+
+    q_lens: Ints
+    k_lens: Ints
+    causal: bool
+    slots: Ints | None
+
+
+def plan_ragged(batch: Batch, page_size: int, most_keys: int) -> list[RaggedRows]:
+    """The prefill rows of ``batch`` in token order, at most ``most_keys`` keys from the cache a call.
+
+    Rows without a cached prefix attend over their own tensors. Others read all their keys from the cache at once where
+    they fit; a row that does not goes alone, its own tokens causally and its prefix piece by piece.
+    """
+    starts = np.zeros(batch.num_rows + 1, np.int64)
+    np.cumsum(batch.query_lens, out=starts[1:])
+    runs, parts = list(_runs(batch, most_keys)), []
+    for low, high, kind in runs:
+        parts.append(_long(batch, page_size, most_keys, low) if kind == "long" else
+                     [_own(batch, low, high) if kind == "own" else _cached(batch, page_size, low, high)])
+    device = batch.page_table.device
+    arrays = [array for keys in parts for key in keys for array in _arrays(key)]
+    views = iter(send(arrays, device)) if arrays else iter(())
+    return [RaggedRows(int(starts[low]), int(starts[high] - starts[low]), [_call(key, views) for key in keys])
+            for (low, high, _), keys in zip(runs, parts, strict=True)]
+
+
+def _runs(batch: Batch, most_keys: int) -> Iterator[tuple[int, int, str]]:
+    """(first row, last row + 1, kind) with kind "own", "cached" or "long"."""
+    low, kind, held = batch.num_decodes, "", 0
+    for row in range(batch.num_decodes, batch.num_rows):
+        keys = int(batch.kv_lens[row]) - batch.first_key
+        row_kind = "own" if int(batch.query_lens[row]) == keys else "long" if keys > most_keys else "cached"
+        joins = row_kind == kind == "own" or (kind == "cached" and row_kind != "long" and held + keys <= most_keys)
+        if row > low and not joins:
+            yield low, row, kind
+            low, held, kind = row, 0, row_kind
+        kind, held = kind or row_kind, held + keys
+    if low < batch.num_rows:
+        yield low, batch.num_rows, kind
+
+
+def _own(batch: Batch, low: int, high: int) -> _Keys:
+    queries = batch.query_lens[low:high]
+    return _Keys(queries, queries, True, None)
+
+
+def _cached(batch: Batch, page_size: int, low: int, high: int) -> _Keys:
+    first, ends = batch.first_key, batch.kv_lens[low:high]
+    slots = [_slots(batch, page_size, row, first, int(batch.kv_lens[row])) for row in range(low, high)]
+    return _Keys(batch.query_lens[low:high], ends - np.int32(first), True, np.concatenate(slots))
+
+
+def _long(batch: Batch, page_size: int, most_keys: int, row: int) -> list[_Keys]:
+    queries = batch.query_lens[row : row + 1]
+    begin, end = batch.first_key, int(batch.kv_lens[row] - queries[0])
+    pieces = -(-(end - begin) // most_keys)
+    cuts = np.linspace(begin, end, pieces + 1).astype(int)
+    return [_own(batch, row, row + 1)] + [
+        _Keys(queries, np.array([high - low], np.int32), False, _slots(batch, page_size, row, int(low), int(high)))
+        for low, high in zip(cuts[:-1], cuts[1:], strict=True)]
+
+
+def _slots(batch: Batch, page_size: int, row: int, begin: int, end: int) -> Ints:
+    """Cache slots of positions ``begin`` to ``end`` of a row."""
+    first = begin // page_size
+    pages = batch.pages[row, first : -(-end // page_size)]
+    slots = (pages[:, None] * np.int32(page_size) + np.arange(page_size, dtype=np.int32)).ravel()
+    return slots[begin - first * page_size :][: end - begin]
+
+
+def _arrays(keys: _Keys) -> list[Ints]:
+    return [_sums(keys.q_lens), _sums(keys.k_lens)] + ([] if keys.slots is None else [keys.slots])
+
+
+def _call(keys: _Keys, views: Iterator[Tensor]) -> RaggedCall:
+    return RaggedCall(next(views), next(views), int(keys.q_lens.max()), int(keys.k_lens.max()), keys.causal,
+                      None if keys.slots is None else next(views), keys.q_lens, keys.k_lens)
+
+
+def _sums(lens: Ints) -> Ints:
+    sums = np.zeros(len(lens) + 1, np.int32)
+    np.cumsum(lens, out=sums[1:])
+    return sums

@@ -1,0 +1,57 @@
+"""What GPU backends of latent attention share, driven on the CPU with attention by the definition."""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from glowplug.core.batch import Batch
+from glowplug.core.options import AttentionOptions
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import AttentionBackend, MlaLayer, Worker
+from glowplug.core.testing.attention_suite import MlaSuite
+from glowplug.kernels import mha
+from glowplug.plugins.attention import paged_mla
+from glowplug.plugins.attention.paged_mla import PagedMla
+
+
+class PlainMla(PagedMla):
+    """Kernels replaced by loops over rows."""
+
+    def plan_decode(self, batch: Batch, slot: object | None, first: int, rows: int, width: int) -> None:
+        self._rows = (batch.page_table[first : first + rows], batch.kv_lens_device[first : first + rows].tolist(),
+                      width, batch.first_key)
+
+    def decode(self, query: Tensor, kv: Tensor, scale: float, layer: MlaLayer) -> Tensor:
+        table, lens, width, first = self._rows
+        out = torch.zeros(*query.shape[:2], self._lora)
+        for row, end in enumerate(lens):
+            keys = kv.view(-1, self._page_size, kv.shape[1])[table[row].long()].flatten(0, 1)
+            keys = keys[first : max(end, first + width), None]
+            tokens = slice(row * width, (row + 1) * width)
+            out[tokens] = mha.partial_attention(query[tokens], keys, keys[..., : self._lora], scale, causal=True)[0]
+        return out
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, k_starts: Tensor, max_q: int, max_k: int,
+                scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+        queries, keys = q_starts.tolist(), k_starts.tolist()
+        assert max_q == max(b - a for a, b in zip(queries, queries[1:]))
+        assert max_k == max(b - a for a, b in zip(keys, keys[1:]))
+        parts = [mha.partial_attention(q[a:b], k[c:d], v[c:d], scale, causal)
+                 for a, b, c, d in zip(queries, queries[1:], keys, keys[1:])]
+        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+
+class TestPagedMla(MlaSuite):
+    merged = True
+
+    def make(self, plan: EnginePlan, worker: Worker) -> AttentionBackend:
+        return PlainMla(AttentionOptions(use="plain"), plan, worker)
+
+
+class TestPagedMlaOverLongPrefixes(TestPagedMla):
+    """A budget so small that prefixes are attended piece by piece."""
+
+    def make(self, plan: EnginePlan, worker: Worker) -> AttentionBackend:
+        backend = PlainMla(AttentionOptions(use="plain"), plan, worker)
+        backend._most_keys = 20
+        return backend
