@@ -1,0 +1,141 @@
+"""Block-scaled FP8 product: y = x W^T with x E4M3 in groups of 128 channels and W E4M3 in blocks of 128x128.
+
+Each 128-deep partial product is scaled and accumulated in float32. N and K may be ragged. Few rows are multiplied as
+(W x^T)^T (``SWAP``): the weight then fills the rows of a warpgroup product and the tokens its narrow side.
+"""
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from glowplug.kernels.triton import tuned
+from glowplug.kernels.triton.tuned import Config
+
+BLOCK = 128
+DTYPE = "fp8_w8a8"
+
+
+@triton.jit
+def _gemm(x, x_scales, weight, w_scales, out, rows, columns, depth, x_stride, xs_stride, ws_stride, out_stride,
+          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
+          ROW_SCALES: tl.constexpr, EVEN: tl.constexpr):
+    tiles_m = tl.cdiv(rows, BLOCK_M)
+    tile = tl.program_id(0)
+    first_row = tile % tiles_m * BLOCK_M
+    first_column = tile // tiles_m * BLOCK_N
+    groups = tl.cdiv(depth, 128)
+    each = tl.cdiv(groups, SPLIT_K)
+    start = tl.program_id(1) * each
+    end = tl.minimum(start + each, groups)
+
+    m = first_row + tl.arange(0, BLOCK_M)
+    n = first_column + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, 128)
+    real = m < rows
+    x_at = x + tl.where(real, m, 0).to(tl.int64)[:, None] * x_stride + k[None, :]
+    xs_at = x_scales + tl.where(real, m, 0)
+    w_at = weight
+    if not TMA:
+        w_at = weight + tl.where(n < columns, n, 0).to(tl.int64)[:, None] * depth + k[None, :]
+    if ROW_SCALES:
+        ws_at = w_scales + tl.where(n < columns, n, 0) * ws_stride
+    else:
+        ws_at = w_scales + first_column // 128 * ws_stride
+    x_scale = tl.load(xs_at + tl.minimum(start, groups - 1) * xs_stride)
+    w_scale = tl.load(ws_at + tl.minimum(start, groups - 1))
+    if SWAP:
+        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    else:
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for group in range(start, end):
+        ahead = tl.minimum(group + 1, groups - 1)
+        next_x_scale = tl.load(xs_at + ahead * xs_stride)
+        next_w_scale = tl.load(ws_at + ahead)
+        if EVEN:
+            x_tile = tl.load(x_at + group * 128)
+        else:
+            x_tile = tl.load(x_at + group * 128, mask=(group * 128 + k < depth)[None, :], other=0.0)
+        if TMA:
+            w_tile = weight.load([first_column, group * 128])
+        elif EVEN:
+            w_tile = tl.load(w_at + group * 128)
+        else:
+            w_tile = tl.load(w_at + group * 128, mask=(group * 128 + k < depth)[None, :], other=0.0)
+        if SWAP:
+            product = tl.dot(w_tile, x_tile.T)
+            if ROW_SCALES:
+                total += product * (w_scale[:, None] * x_scale[None, :])
+            else:
+                total += product * (x_scale * w_scale)[None, :]
+        else:
+            product = tl.dot(x_tile, w_tile.T)
+            if ROW_SCALES:
+                total += product * (x_scale[:, None] * w_scale[None, :])
+            else:
+                total += product * (x_scale * w_scale)[:, None]
+        x_scale = next_x_scale
+        w_scale = next_w_scale
+    if SWAP:
+        total = total.T
+    out_at = out + (tl.program_id(1) * rows + m).to(tl.int64)[:, None] * out_stride + n[None, :]
+    tl.store(out_at, total.to(out.dtype.element_ty), mask=real[:, None] & (n < columns)[None, :])
+
+
+@triton.jit
+def _sum_parts(parts, out, size, SPLIT_K: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    total = tl.zeros((BLOCK_SIZE,), tl.float32)
+    for part in range(SPLIT_K):
+        total += tl.load(parts + part * size + at, mask=at < size, other=0.0)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=at < size)
+
+
+def rule(rows: int, columns: int, depth: int) -> Config:
+    """A configuration for a problem that nobody has tuned: enough programs to read the weight with every core."""
+    if rows > 64:
+        return {"BLOCK_M": 128, "BLOCK_N": 128, "SPLIT_K": 1, "SWAP": False, "TMA": False, "num_warps": 8,
+                "num_stages": 4}
+    block_m = max(16, triton.next_power_of_2(rows))
+    split = 1
+    while columns // 64 * split < 132 and depth // BLOCK // (2 * split) >= 4:
+        split *= 2
+    return {"BLOCK_M": block_m, "BLOCK_N": 64, "SPLIT_K": split, "SWAP": True, "TMA": False, "num_warps": 4,
+            "num_stages": 5}
+
+
+@lru_cache(maxsize=4096)
+def config_for(rows: int, columns: int, depth: int) -> Config:
+    found = tuned.table(tuned.file_name(f"N={columns},K={depth}", DTYPE, (BLOCK, BLOCK)))
+    return rule(rows, columns, depth) if found is None else tuned.nearest(found, rows)
+
+
+def gemm(x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype,
+         config: Config | None = None) -> Tensor:
+    """x E4M3 [M, K] with scales float32 [M, ceil(K / 128)] whose tokens lie side by side; weight E4M3 [N, K] -> [M, N].
+
+    w_scales float32 [ceil(N / 128), ceil(K / 128)], or one row a row of the weight: [N, ceil(K / 128)].
+    """
+    rows, depth = x.shape
+    columns = weight.shape[0]
+    out = torch.empty(rows, columns, dtype=dtype, device=x.device)
+    if not rows:
+        return out
+    chosen: dict[str, Any] = dict(config or config_for(rows, columns, depth))
+    split, block_n = chosen["SPLIT_K"], chosen["BLOCK_N"]
+    tma = chosen["TMA"] and depth % 16 == 0
+    held = TensorDescriptor(weight, list(weight.shape), list(weight.stride()), [block_n, BLOCK]) if tma else weight
+    row_scales = w_scales.shape[0] == columns and columns > 1
+    into = out if split == 1 else torch.empty(split, rows, columns, dtype=torch.float32, device=x.device)
+    grid = (triton.cdiv(rows, chosen["BLOCK_M"]) * triton.cdiv(columns, block_n), split)
+    _gemm[grid](x, x_scales, held, w_scales, into, rows, columns, depth, x.stride(0), x_scales.stride(1),
+                w_scales.stride(0), columns, ROW_SCALES=row_scales, EVEN=depth % BLOCK == 0, **{**chosen, "TMA": tma})
+    if split > 1:
+        size = rows * columns
+        _sum_parts[(triton.cdiv(size, 1024),)](into, out, size, SPLIT_K=split, BLOCK_SIZE=1024)
+    return out

@@ -1,0 +1,47 @@
+"""Tuned launch configurations: JSON tables beside the kernels, one a problem, card and Triton version.
+
+A table maps a number of rows, as a string, to a configuration. A problem without one for this card uses the kernel's
+own rule: configurations measured elsewhere are not trusted.
+"""
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+FOLDER = Path(__file__).resolve().parent.parent / "configs"
+Config = Mapping[str, Any]
+
+
+def device_name() -> str:
+    """The current card as file names spell it; "cpu" without one."""
+    return torch.cuda.get_device_name().replace(" ", "_") if torch.cuda.is_available() else "cpu"
+
+
+def triton_version() -> str:
+    return ".".join(triton.__version__.split(".")[:2])
+
+
+def file_name(problem: str, dtype: str, block_shape: tuple[int, int] | None = None) -> str:
+    """``problem``: its sizes, "N=2112,K=7168" or "E=257,N=2048,H=7168"."""
+    blocks = f",block_shape={list(block_shape)}" if block_shape else ""
+    return f"{problem},device_name={device_name()},dtype={dtype}{blocks},triton={triton_version()}.json"
+
+
+@cache
+def table(name: str) -> dict[int, Config] | None:
+    """The table in file ``name``, rows in ascending order; None: there is none."""
+    path = FOLDER / name
+    if not path.is_file():
+        return None
+    return {int(rows): config for rows, config in sorted(json.loads(path.read_text()).items(), key=lambda i: int(i[0]))}
+
+
+def nearest(configs: Mapping[int, Config], rows: int) -> Config:
+    """The configuration measured for the number of rows nearest to ``rows``; the larger of two as near."""
+    return configs[min(configs, key=lambda measured: (abs(measured - rows), -measured))]
