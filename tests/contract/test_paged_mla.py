@@ -10,7 +10,6 @@ from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import AttentionBackend, MlaLayer, Worker
 from glowplug.core.testing.attention_suite import MlaSuite
 from glowplug.kernels import mha
-from glowplug.plugins.attention import paged_mla
 from glowplug.plugins.attention.paged_mla import PagedMla
 
 

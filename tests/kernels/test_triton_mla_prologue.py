@@ -1,0 +1,88 @@
+"""The prologue of latent attention in Triton against the reference: in the interpreter, or on a GPU."""
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from glowplug.kernels import mla, rope
+from glowplug.kernels.triton import mla_prologue
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NAN = float("nan")
+
+
+class Case:
+    """Projections of a step as a layer hands them over: two views of one wide tensor."""
+
+    def __init__(self, tokens: int, decode: int, heads: int, nope: int, lora: int, turned: int, seed: int,
+                 dtype: torch.dtype = torch.float32, kept: torch.dtype | None = None) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        size = heads * (nope + turned)
+        wide = torch.randn(tokens, size + lora + turned + 3, generator=generator).to(DEVICE, dtype)
+        self.query = wide[:, :size].view(tokens, heads, nope + turned)
+        self.compressed = wide[:, size : size + lora + turned]
+        self.weight = torch.randn(lora, generator=generator).to(DEVICE, dtype)
+        frequencies = rope.inverse_frequencies(turned, 10000.0)[0]
+        table = rope.cos_sin_table(frequencies, 1.1, 100)
+        self.cos_sin = table[torch.randint(100, (tokens,), generator=generator)].to(DEVICE)
+        self.slots = torch.randperm(2 * tokens + 5, generator=generator)[:tokens].to(DEVICE)
+        self.cache = torch.full((2 * tokens + 5, lora + turned), NAN, device=DEVICE).to(kept or dtype)
+        self.absorbed = torch.full((decode, heads, lora + turned), NAN, device=DEVICE, dtype=dtype)
+        self.own = torch.full((tokens - decode, lora + turned), NAN, device=DEVICE, dtype=dtype)
+
+    def run(self, prologue: object, interleaved: bool) -> list[Tensor]:
+        made = [x.clone() for x in (self.query, self.cache, self.absorbed, self.own)]
+        query = made[0]
+        prologue(query, self.compressed, self.weight, 1e-6, self.cos_sin, interleaved,  # type: ignore[operator]
+                 made[1], self.slots, made[2], made[3])
+        return [x.float().cpu() for x in made]
+
+
+SIZES = [(3, 2, 3, 8, 16, 4), (2, 0, 1, 4, 24, 6), (2, 2, 17, 8, 16, 8), (1, 1, 5, 128, 512, 64), (0, 0, 2, 8, 16, 4)]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_it_writes_what_the_reference_writes(sizes: tuple[int, ...], interleaved: bool) -> None:
+    """What neither writes stays NaN: the latent part of absorbed queries, and cache slots of others."""
+    for seed in (0, 1):
+        case = Case(*sizes, seed=seed)
+        for got, expected in zip(case.run(mla_prologue.prologue, interleaved), case.run(mla.prologue, interleaved),
+                                 strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_store_and_gather() -> None:
+    case = Case(5, 0, 1, 4, 24, 6, seed=3)
+    latent, turned = case.compressed[:, :24], case.compressed[:, 24:]
+    one, other = case.cache.clone(), case.cache.clone()
+    mla_prologue.store(latent, turned, one, case.slots)
+    mla.store(latent, turned, other, case.slots)
+    assert torch.equal(one.isnan(), other.isnan())
+    assert torch.equal(one[case.slots], case.compressed)
+    order = case.slots.flip(0).int()
+    got = mla_prologue.gather(one, order, torch.float16)
+    assert torch.equal(got, mla.gather(one, order, torch.float16)) and got.shape == (5, 30)
+    assert mla_prologue.gather(one, order[:0], torch.float32).shape == (0, 30)
+
+
+def test_fp8_reference_saturates() -> None:
+    cache = torch.zeros(3, 4).to(torch.float8_e4m3fn)
+    mla.store(torch.tensor([[1000.0, -1000.0]]), torch.tensor([[0.5, 448.0]]), cache, torch.tensor([1]))
+    assert cache.float().tolist() == [[0] * 4, [448.0, -448.0, 0.5, 448.0], [0] * 4]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("sizes", [(1, 1, 16, 128, 512, 64), (37, 9, 128, 128, 512, 64), (300, 0, 16, 128, 512, 64)])
+def test_on_a_gpu(sizes: tuple[int, ...], kept: torch.dtype) -> None:
+    for seed in (0, 1):
+        case = Case(*sizes, seed=seed, dtype=torch.bfloat16, kept=kept)
+        case.compressed[:, -3:] *= 1000  # beyond what FP8 holds
+        for got, expected in zip(case.run(mla_prologue.prologue, True), case.run(mla.prologue, True), strict=True):
+            assert torch.equal(got.isnan(), expected.isnan())
+            torch.testing.assert_close(got, expected, rtol=2**-6 if kept is torch.bfloat16 else 2**-3, atol=2e-2,
+                                       equal_nan=True)
