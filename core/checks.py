@@ -35,13 +35,13 @@ MODULES = (checks_draft, checks_ranks)  #: more checks, which register themselve
 
 
 def component_checks(draft: Draft, slot: Slot, component: Component, chosen: Chosen) -> Iterator[Refusal]:
-    """Contract, packages, device, compute capability, dtype."""
+    """Contract, device, compute capability, dtype, packages."""
     if component.contract != CONTRACT:
         yield refuse(draft, slot.name, chosen, f"{component.name} was written for contract {component.contract}, this "
                      f"is contract {CONTRACT}", f"install a version of {draft.origin(slot.name, component.name)} made "
                      "for this release of glowplug")
-    yield from _packages(draft, slot, component, chosen)
     yield from _device(draft, slot, component.offers, chosen)
+    yield from _packages(draft, slot, component, chosen)
 
 
 def missing_packages(component: Component, packages: dict[str, str]) -> list[tuple[str, str]]:

@@ -65,6 +65,7 @@ DEFAULT_PLUGINS = (
     "glowplug.plugins.executors.multiprocess",
     "glowplug.plugins.executors.torchrun",
     "glowplug.plugins.executors.ray_executor",
+    "glowplug.plugins.ops.triton_ops",
     "glowplug.plugins.ops.torch_ops",
 )
 

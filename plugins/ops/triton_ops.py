@@ -1,0 +1,23 @@
+"""Small kernels in Triton, for CUDA devices."""
+from __future__ import annotations
+
+from typing import Literal
+
+from glowplug.core.component import Component, Package
+from glowplug.core.hookspecs import hookimpl
+from glowplug.core.offers import OpsOffers
+from glowplug.core.options import OpsOptions
+from glowplug.plugins.ops.torch_ops import TABLE
+
+
+class TritonOpsOptions(OpsOptions):
+    use: Literal["triton"] = "triton"
+
+
+@hookimpl
+def register_ops() -> list[Component]:
+    return [Component(
+        name="triton", options=TritonOpsOptions, factory="glowplug.plugins.ops.triton_ops_runtime:TritonOps",
+        offers=OpsOffers(devices=frozenset({"cuda"}), ops=TABLE | {"route"}),
+        requires=(Package("triton", ">=3.5"),),
+        summary="fused normalisation, rotation, activation and gates in Triton")]
