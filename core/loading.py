@@ -1,11 +1,15 @@
 """Fills a model from a weight source: every target exactly once, every tensor of the checkpoint accounted for."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from glowplug.core.errors import WeightError
 from glowplug.core.facts import ModelFacts, TensorFact
-from glowplug.core.protocols import Model, WeightSource, WeightTarget
+from glowplug.core.protocols import Model, StreamingSource, WeightSource, WeightTarget
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Progress = Callable[[int, int], None]  #: tensors done, tensors in all
 SHOWN = 8  #: names listed in an error
@@ -25,11 +29,23 @@ def load_model(model: Model, source: WeightSource, facts: ModelFacts, progress: 
         wanted = [target for name, target in targets.items() if name in entries]
     else:
         wanted = [target for target in targets.values() if not target.optional]
-    for done, target in enumerate(wanted, 1):
-        target.store(source.read(target))
+    waiting = {target.name for target in wanted}
+    for target, value in _values(source, wanted):
+        waiting.remove(target.name)
+        target.store(value)
         if progress is not None:
-            progress(done, len(wanted))
+            progress(len(wanted) - len(waiting), len(wanted))
+    if waiting:
+        raise WeightError(f"the source left out {len(waiting)} tensors: {_listed(sorted(waiting))}")
     model.finalize()
+
+
+def _values(source: WeightSource, wanted: list[WeightTarget]) -> Iterator[tuple[WeightTarget, Tensor]]:
+    if isinstance(source, StreamingSource):
+        yield from source.stream(wanted)
+        return
+    for target in wanted:
+        yield target, source.read(target)
 
 
 def _by_name(targets: Iterable[WeightTarget]) -> dict[str, WeightTarget]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -226,7 +226,9 @@ class WeightTarget(Protocol):
     dtype: str | None
 
     def store(self, value: Tensor) -> None:
-        """Receive the sliced tensor, in the checkpoint's dtype, on the CPU. Copies it into its final place."""
+        """Receive the sliced tensor, in the checkpoint's dtype, on the CPU or on the target's device (ready for the
+        current stream). Copies it into its final place; who keeps it keeps more memory than its own, so keep a clone.
+        """
         ...
 
 
@@ -656,6 +658,16 @@ class WeightSource(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class StreamingSource(WeightSource, Protocol):
+    """A source that reads many targets faster than one by one."""
+
+    def stream(self, targets: Seq[WeightTarget]) -> Iterator[tuple[WeightTarget, Tensor]]:
+        """Each target once, in the order that reads fastest, with what ``read`` would return; on the rank's own device
+        where the source can bring it there, ready for the current stream."""
+        ...
 
 
 class Model(Protocol):

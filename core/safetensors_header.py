@@ -35,6 +35,11 @@ def read_header(path: Path | str) -> dict[str, TensorFact]:
 
     Raises WeightError for whatever is wrong with the header or the file's length.
     """
+    return {name: fact for name, (fact, _, _) in read_places(path).items()}
+
+
+def read_places(path: Path | str) -> dict[str, tuple[TensorFact, int, int]]:
+    """The same with the bytes that each tensor takes in the file: first, and behind the last."""
     path = Path(path)
     try:
         size = path.stat().st_size
@@ -42,16 +47,17 @@ def read_header(path: Path | str) -> dict[str, TensorFact]:
     except OSError as error:
         raise WeightError(f"{path}: cannot be read: {error.strerror or error}") from None
     entries = _parse(path, raw)
-    tensors: dict[str, TensorFact] = {}
+    places: dict[str, tuple[TensorFact, int, int]] = {}
     spans: list[tuple[int, int, str]] = []
+    data = 8 + len(raw)
     for name, entry in entries.items():
         if name == "__metadata__":
             continue
         fact, start, end = _tensor(path, name, entry)
-        tensors[name] = fact
+        places[name] = fact, data + start, data + end
         spans.append((start, end, name))
-    _check_spans(path, spans, size - 8 - len(raw))
-    return tensors
+    _check_spans(path, spans, size - data)
+    return places
 
 
 def read_tensors(folder: Path | str) -> dict[str, TensorFact]:

@@ -87,11 +87,11 @@ class BlockWeight:
         yield Target(f"{self.name}.weight_scale_inv", grid, index=blocks, put=self._take_scales)
 
     def _take_stored(self, value: Tensor) -> None:
-        self._stored = value
+        self._stored = _kept(value)
         self._finish()
 
     def _take_scales(self, value: Tensor) -> None:
-        self._scales = value
+        self._scales = _kept(value)
         self._finish()
 
     def _finish(self) -> None:
@@ -112,6 +112,11 @@ class BlockWeight:
         """First row and column held, counted from the beginning of their block."""
         rows, columns = self.index
         return (rows.start or 0) % fp8.BLOCK, (columns.start or 0) % fp8.BLOCK
+
+
+def _kept(value: Tensor) -> Tensor:
+    """``value`` until its counterpart comes: on a device it is part of a larger block, which would be kept as well."""
+    return value if value.is_cpu else value.clone()
 
 
 def _blocks(cut: slice, full: int) -> slice:

@@ -2,10 +2,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
@@ -14,15 +15,23 @@ from glowplug.core.errors import WeightError
 from glowplug.core.facts import ModelFacts, TensorFact
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import WeightTarget, Worker
-from glowplug.core.safetensors_header import read_tensors
+from glowplug.core.safetensors_header import read_places, read_tensors
+from glowplug.plugins.weights.direct_read import THREADS, DirectReader, Span, blocks_of
 from glowplug.plugins.weights.safetensors import SafetensorsOptions
+
+Wanted = tuple[WeightTarget, TensorFact]
 
 
 class SafetensorsSource:
-    """Reads slices of the tensors of a model folder. Files stay mapped until ``close``."""
+    """Reads slices of the tensors of a model folder. Files stay mapped until ``close``.
+
+    For a device ``stream`` brings them there many at a time, from however many files.
+    """
 
     def __init__(self, options: SafetensorsOptions, plan: EnginePlan, worker: Worker) -> None:
         self._progress = options.progress and worker.rank == 0 and sys.stderr.isatty()
+        self._device = worker.device
+        self._threads = _threads(plan) if worker.device.startswith("cuda") else 1
         self._folder = Path()
         self._entries: dict[str, TensorFact] = {}
         self._files: dict[str, Any] = {}
@@ -41,24 +50,60 @@ class SafetensorsSource:
         return self._entries
 
     def read(self, target: WeightTarget) -> Tensor:
+        fact = self._fact(target)
+        try:
+            value: Tensor = self._read(self._mapped(fact.file), target)
+        except (SafetensorError, OSError) as error:
+            raise WeightError(f"{self._folder / fact.file}: tensor {target.name!r} cannot be read: {error}") from None
+        self._count()
+        return value
+
+    def stream(self, targets: Sequence[WeightTarget]) -> Iterator[tuple[WeightTarget, Tensor]]:
+        if self._device.startswith("cuda"):
+            yield from self.through(DirectReader(self._device, self._threads), targets)
+            return
+        for target in targets:
+            yield target, self.read(target)
+
+    def through(self, reader: DirectReader[Wanted], targets: Sequence[WeightTarget]
+                ) -> Iterator[tuple[WeightTarget, Tensor]]:
+        """As ``stream``, by ``reader``, which it closes."""
+        try:
+            for span, held in reader.read(blocks_of(self._spans(targets))):
+                target, fact = span.key
+                yield target, rows_of(held, fact, target)
+                self._count()
+        finally:
+            reader.close()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        self._files.clear()
+
+    def _count(self) -> None:
+        if self._bar is not None:
+            self._bar.update()
+
+    def _fact(self, target: WeightTarget) -> TensorFact:
         fact = self._entries.get(target.name)
         if fact is None:
             raise WeightError(f"{self._folder}: the checkpoint has no tensor {target.name!r}")
         if fact.shape != tuple(target.shape):
             raise WeightError(f"{self._folder / fact.file}: tensor {target.name!r} has shape {list(fact.shape)}, "
                               f"the model needs {list(target.shape)}")
-        try:
-            value: Tensor = self._read(self._mapped(fact.file), target)
-        except (SafetensorError, OSError) as error:
-            raise WeightError(f"{self._folder / fact.file}: tensor {target.name!r} cannot be read: {error}") from None
-        if self._bar is not None:
-            self._bar.update()
-        return value
+        return fact
 
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-        self._files.clear()
+    def _spans(self, targets: Sequence[WeightTarget]) -> list[Span[Wanted]]:
+        """Where each target's rows lie; columns are cut on the device."""
+        facts = {target.name: self._fact(target) for target in targets}
+        places = {file: read_places(self._folder / file) for file in sorted({fact.file for fact in facts.values()})}
+        spans = []
+        for target in targets:
+            fact, first, end = places[facts[target.name].file][target.name]
+            begin, rows, each = _rows(fact, target, end - first)
+            spans.append(Span((target, fact), self._folder / fact.file, first + begin * each, rows * each))
+        return spans
 
     @staticmethod
     def _read(file: Any, target: WeightTarget) -> Tensor:
@@ -81,3 +126,27 @@ class SafetensorsSource:
 
 def _shown(fact: TensorFact | None) -> str:
     return "absent" if fact is None else f"{fact.dtype} {list(fact.shape)} in {fact.file}"
+
+
+def rows_of(held: Tensor, fact: TensorFact, target: WeightTarget) -> Tensor:
+    """``target``'s slice of a tensor of which ``held``, uint8, are the bytes of its rows."""
+    dtype = getattr(torch, fact.dtype)
+    if held.storage_offset() % dtype.itemsize:
+        held = held.clone()  # a tensor of wider numbers behind one of an odd number of bytes
+    if not fact.shape:
+        return held.view(dtype).view(())
+    rows = len(range(*target.index[0].indices(fact.shape[0])))
+    return held.view(dtype).view(rows, *fact.shape[1:])[(slice(None), *target.index[1:])]
+
+
+def _rows(fact: TensorFact, target: WeightTarget, size: int) -> tuple[int, int, int]:
+    """First row wanted, how many, and bytes of each; a scalar is one row."""
+    if not fact.shape or not fact.shape[0]:
+        return 0, 1, size
+    begin, end, _ = target.index[0].indices(fact.shape[0])
+    return begin, end - begin, size // fact.shape[0]
+
+
+def _threads(plan: EnginePlan) -> int:
+    """This rank's share of the processors."""
+    return max(1, min(THREADS, plan.facts.hardware.cpu_cores * plan.hosts // plan.ranks))
