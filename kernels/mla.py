@@ -92,3 +92,30 @@ def gather(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
     if cache.dtype is torch.float8_e4m3fn:
         return cache.view(torch.uint8).index_select(0, slots).view(cache.dtype).to(dtype)
     return cache.index_select(0, slots).to(dtype)
+
+
+def paged_latent_reference(query: Tensor, kv: Tensor, page_table: Tensor, kv_lens: Tensor, scale: float, page_size: int,
+                           lora: int, first_key: int = 0, tree: Tensor | None = None) -> Tensor:
+    """Absorbed queries [B * W, H, C + P] over the paged cache kv [slots, C + P], row by row in float64 -> [B * W, H, C].
+
+    page_table int [B, pages], kv_lens int [B]. A row's last query sees its keys from ``first_key`` on, each one before
+    it one less; with ``tree`` int64 [B, W], of the row's W own tokens, which end its keys, a query sees those whose bit
+    is set. A query that sees no key gives zeros.
+    """
+    rows, (tokens, heads, _) = kv_lens.shape[0], query.shape
+    width = tokens // rows
+    out = torch.zeros(tokens, heads, lora, dtype=torch.float64, device=query.device)
+    for row in range(rows):
+        length = int(kv_lens[row])
+        at = torch.arange(first_key, max(length, first_key), device=query.device)
+        keys = kv[page_table[row].long()[at // page_size] * page_size + at % page_size].double()
+        own = at - (length - width)
+        for token in range(width if len(at) else 0):
+            seen = own <= token
+            if tree is not None:
+                seen = (own < 0) | (tree[row, token] >> own.clamp(min=0) & 1).bool()
+            if seen.any():
+                index = row * width + token
+                weights = torch.softmax(query[index].double() @ keys[seen].T * scale, dim=-1)
+                out[index] = weights @ keys[seen, :lora]
+    return out

@@ -1,0 +1,34 @@
+"""Joins what the programs of ``mla_decode`` found in their parts of a row's keys."""
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["pairs", "splits"])
+def mla_merge_kernel(partial, lse, kv_lens, out, pairs, splits, C: tl.constexpr, BLOCK_D: tl.constexpr,
+                     BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr):
+    """A program: ``BLOCK_D`` numbers of one (query token, head) pair; ``pairs`` of a row lie side by side.
+
+    partial float32 [pair, split, C], lse float32 [pair, split] in base 2 -> out [pair, C]. How many splits of a row hold
+    anything follows from its length as in the kernel before.
+    """
+    pair, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    length = tl.load(kv_lens + pair // pairs)
+    tiles = tl.cdiv(length, BLOCK_N)
+    count = tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, splits), 1))
+    s = tl.arange(0, BLOCK_S)
+    states = tl.load(lse + pair * splits + s, mask=s < count, other=float("-inf"))
+    top = tl.max(states, axis=0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp2(states - top), axis=0)
+    d = part * BLOCK_D + tl.arange(0, BLOCK_D)
+    acc = tl.zeros([CHUNK, BLOCK_D], tl.float32)
+    for first in range(0, count, CHUNK):
+        at = pair * splits + first + tl.arange(0, CHUNK)
+        inside = first + tl.arange(0, CHUNK) < count
+        weight = tl.exp2(tl.load(lse + at, mask=inside, other=float("-inf")) - top)
+        value = tl.load(partial + at[:, None] * C + d[None, :], mask=inside[:, None] & (d[None, :] < C), other=0.0)
+        acc += value * weight[:, None]
+    result = tl.sum(acc, axis=0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out + pair * C + d, result.to(out.dtype.element_ty), mask=d < C)

@@ -1,0 +1,79 @@
+"""Paged latent attention on a GPU at the published sizes, in bf16, FP8 and float32."""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+
+from glowplug.kernels.triton import mla_decode as kernel  # noqa: E402
+from tests.kernels.test_triton_mla_decode import Case  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+SIZES = {"lora": 512, "rope": 64}
+LENGTHS = [1, 63, 64, 65, 700, 1025]
+
+
+def chosen(case: Case) -> kernel.Tiling:
+    return kernel.tiling(len(case.lengths), case.width, case.heads, 2048, case.query.element_size())
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize("page", [1, 16, 64])
+def test_bfloat16(heads: int, width: int, page: int) -> None:
+    case = Case([n + width for n in LENGTHS], width, heads, page=page, dtype=torch.bfloat16, seed=width, **SIZES)
+    case.check(chosen(case), 1e-2)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40, 150])
+def test_batches(rows: int) -> None:
+    lengths = [int(n) for n in np.random.default_rng(rows).integers(1, 1500, rows)]
+    case = Case(lengths, heads=16, page=64, dtype=torch.bfloat16, seed=rows, **SIZES)
+    case.check(chosen(case), 1e-2)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_trees_and_a_first_key(heads: int) -> None:
+    case = Case([n + 7 for n in LENGTHS], 7, heads, page=64, dtype=torch.bfloat16, first_key=1, seed=2, **SIZES)
+    random = np.random.default_rng(4).integers(0, 1 << 7, (len(LENGTHS), 7))
+    case.tree = torch.from_numpy(random | 1 << np.arange(7)).cuda()
+    case.check(chosen(case), 1e-2)
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_fp8_cache(width: int) -> None:
+    case = Case([n + width for n in LENGTHS], width, 16, page=64, dtype=torch.bfloat16, seed=width, **SIZES)
+    case.kv, case.kv_scale = case.kv.to(torch.float8_e4m3fn), 0.5
+    case.check(chosen(case), 1e-2)
+
+
+@pytest.mark.parametrize("page", [16, 64])
+def test_float32(page: int) -> None:
+    case = Case(LENGTHS, 1, 16, page=page, seed=3, **SIZES)
+    case.check(chosen(case), 2e-5)
+
+
+def test_replayed_from_a_graph_with_other_lengths_and_pages() -> None:
+    case = Case([500, 64, 130], heads=16, page=64, dtype=torch.bfloat16, seed=5, **SIZES)
+    cut = chosen(case)
+    case.check(cut, 1e-2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = case.run(cut)
+    for seed, lengths in [(5, [500, 64, 130]), (6, [1, 512, 65]), (7, [333, 1, 192])]:
+        other = Case(lengths, heads=16, page=64, dtype=torch.bfloat16, seed=seed, **SIZES)
+        case.query.copy_(other.query)
+        case.lengths.copy_(other.lengths)
+        case.table.zero_()
+        case.table[:, : other.table.shape[1]] = other.table
+        case.kv.zero_()
+        count = min(case.kv.shape[0], other.kv.shape[0])
+        case.kv[:count] = other.kv[:count].nan_to_num()
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.testing.assert_close(out, case.run(cut))
+        case.check(cut, 1e-2)

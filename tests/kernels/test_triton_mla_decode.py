@@ -1,0 +1,138 @@
+"""Paged latent attention against its definition: lengths around tiles and splits, widths, trees, layouts, caches."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from glowplug.kernels import mla
+
+pytest.importorskip("triton")
+from glowplug.kernels.triton import mla_decode as kernel  # noqa: E402
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+
+
+class Case:
+    """A shuffled paged cache whose slots outside the rows' visible keys hold NaN, and queries over it."""
+
+    def __init__(self, lengths: list[int], width: int = 1, heads: int = 3, lora: int = 32, rope: int = 16, page: int = 16,
+                 dtype: torch.dtype = torch.float32, first_key: int = 0, seed: int = 0, spare: int = 0) -> None:
+        rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+        need = [-(-n // page) for n in lengths]
+        order = rng.permutation(np.arange(1, 1 + sum(need)))
+        table = np.zeros((len(lengths), max(need) + spare), np.int32)
+        kv = torch.full(((1 + sum(need)) * page, lora + rope), float("nan"))
+        kv[:page] = 0
+        for row, (count, length) in enumerate(zip(need, lengths, strict=True)):
+            table[row, :count], order = order[:count], order[count:]
+            at = np.arange(first_key, length)
+            slots = torch.from_numpy(table[row][at // page] * page + at % page).long()
+            kv[slots] = torch.randn(len(at), lora + rope, generator=generator)
+        self.query = torch.randn(len(lengths) * width, heads, lora + rope, generator=generator).to(DEVICE, dtype)
+        self.kv, self.table = kv.to(DEVICE, dtype), torch.from_numpy(table).to(DEVICE)
+        self.lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+        self.width, self.heads, self.lora, self.page, self.first_key = width, heads, lora, page, first_key
+        self.scale, self.tree = (lora + rope) ** -0.5, None
+        self.kv_scale = 1.0
+
+    def cut(self, **changes: int) -> kernel.Tiling:
+        made = kernel.tiling(len(self.lengths), self.width, self.heads, 256, self.query.element_size())
+        return replace(made, **changes)
+
+    def run(self, cut: kernel.Tiling) -> Tensor:
+        return kernel.mla_decode(self.query, self.kv, self.table, self.lengths, self.scale, self.page, self.lora, cut,
+                                 self.first_key, self.tree, self.kv_scale)
+
+    def check(self, cut: kernel.Tiling, tolerance: float = 1e-5) -> None:
+        cache = self.kv.float() * self.kv_scale
+        expected = mla.paged_latent_reference(self.query, cache, self.table, self.lengths, self.scale, self.page,
+                                              self.lora, self.first_key, self.tree)
+        torch.testing.assert_close(self.run(cut).double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("splits", [1, 3, 8])
+def test_lengths_around_tiles_and_splits(axis: int, splits: int) -> None:
+    case = Case([1, 15, 16, 17, 48], seed=splits)
+    case.check(case.cut(block_n=16, splits=splits, axis=axis))
+
+
+@pytest.mark.parametrize("page", [1, 4, 7, 64])
+def test_page_sizes(page: int) -> None:
+    case = Case([33, 70], page=page, seed=page, spare=3)
+    case.check(case.cut(block_n=16, splits=2))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("width", [2, 5])
+@pytest.mark.parametrize("first_key", [0, 1])
+def test_widths_are_causal(axis: int, width: int, first_key: int) -> None:
+    """Fewer keys than query tokens too, so that the first of them see none."""
+    case = Case([width - 1, width, 17, 32 + width], width=width, first_key=first_key, seed=width)
+    case.check(case.cut(block_n=16, splits=2, axis=axis))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_trees(axis: int) -> None:
+    case = Case([7, 20, 37], width=7, heads=4, seed=4)
+    random = np.random.default_rng(4).integers(0, 1 << 7, (3, 7))
+    case.tree = torch.from_numpy(random | 1 << np.arange(7)).to(DEVICE)
+    case.check(case.cut(block_n=16, splits=2, axis=axis))
+
+
+def test_a_chain_is_a_tree() -> None:
+    case = Case([9, 26], width=4, seed=1)
+    causal = case.run(case.cut(block_n=16))
+    case.tree = torch.tensor([[1, 3, 7, 15]] * 2, device=DEVICE)
+    torch.testing.assert_close(case.run(case.cut(block_n=16)), causal)
+
+
+def test_more_pairs_than_a_block() -> None:
+    case = Case([40, 3], width=3, heads=7, seed=2)
+    case.check(case.cut(block_m=16, block_n=16, splits=2))
+
+
+def test_odd_sizes() -> None:
+    case = Case([19, 34], heads=3, lora=24, rope=6, page=16, seed=3)
+    case.check(case.cut(block_n=16, splits=2))
+
+
+def test_rows_without_keys_are_zero() -> None:
+    """Padded rows of length 0, and a draft's first token, whose only position is before the first key."""
+    for splits in (1, 2):
+        case = Case([1, 18], first_key=1, seed=5)
+        case.check(case.cut(block_n=16, splits=splits))
+        case.lengths[0] = 0
+        case.check(case.cut(block_n=16, splits=splits))
+
+
+def test_half_precision() -> None:
+    case = Case([50, 3, 32], width=2, dtype=torch.float16, seed=6)
+    case.check(case.cut(block_n=16, splits=2), 3e-3)
+
+
+def test_lengths_may_change_between_runs() -> None:
+    case = Case([40, 48], seed=7)
+    case.check(case.cut(block_n=16, splits=3))
+    case.lengths.copy_(torch.tensor([1, 17]))
+    case.check(case.cut(block_n=16, splits=3))
+
+
+def test_an_fp8_cache() -> None:
+    case = Case([33, 5], seed=8)
+    case.kv, case.kv_scale = case.kv.to(torch.float8_e4m3fn), 0.5
+    case.check(case.cut(block_n=16, splits=2))
+
+
+def test_the_tiling_fills_the_device() -> None:
+    for rows, width, heads in [(1, 1, 16), (8, 1, 16), (32, 2, 16), (128, 1, 128), (256, 1, 16), (3, 7, 5)]:
+        cut = kernel.tiling(rows, width, heads, 4096)
+        assert cut.block_m * cut.splits >= 16 and cut.splits <= 4096 // cut.block_n
+        blocks = rows * -(-width * heads // cut.block_m)
+        assert blocks * cut.splits >= min(132, 4096 // cut.block_n)
+    assert kernel.tiling(1, 1, 16, 32).splits <= 2
