@@ -12,6 +12,7 @@ COMMANDS = {
     "offline": ("offline", "throughput of the offline engine, in this process"),
     "serving": ("serving", "latency and throughput of a server under load: glowplug, vLLM, SGLang, any OpenAI server"),
     "table": ("table", "a result table from the lines that `serving` wrote"),
+    "peers": ("peers", "our results beside other engines', with ratios and the floor"),
     "single-query": ("single_query", "one query under every mixture of radix cache, NextN, EP-MoE and DP attention"),
     "compare-transformers": ("compare", "this engine against transformers' generate, in one run"),
 }

@@ -70,7 +70,7 @@ def random_ids(rng: random.Random, batch: int, length: int, vocab: int) -> list[
 def run_static_batch(llm: LLM, prompts: Sequence[list[int]], output_len: int) -> BatchTimes:
     """All prompts at once, ``output_len`` tokens each, end-of-sequence ignored. Nothing else may run in ``llm``.
 
-    Prompts that need several steps begin to decode one after the other: such steps do not count as decode steps.
+    A step in which only some of them get a token does not count as a decode step.
     """
     from glowplug.core.request import SamplingParams
 

@@ -5,7 +5,6 @@ import argparse
 import itertools
 import random
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 
 SHOWN_STEPS = 5  #: decode steps printed one by one
 MAX_CHUNK = 16384  #: prompt tokens a step unless the operator says otherwise
+MIN_CONTEXT = 4096  #: longest sequence the engine is made for, likewise, where the model goes so far
 COLUMNS = ("batch_size", "input_len", "prefill_ms", "prefill_tokens_per_s", "decode_median_ms", "decode_mean_ms",
            "decode_tokens_per_s", "floor_ms", "floor_share")
 
@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
                        help="of the device's memory, for the floor; default: what a copy reaches on this card")
     group.add_argument("--result-filename", "--output-file", default=None, metavar="FILE",
                        help="append one JSON line for each combination")
-    group.add_argument("--save", default=None, metavar="FILE", help="write one JSON document: conditions, plan, results")
+    group.add_argument("--save", default=None, metavar="FILE", help="write a JSON document: conditions, plan, results")
     add_engine_options(parser)
 
 
@@ -46,23 +46,35 @@ def run(args: argparse.Namespace) -> int:
     """Exit status 0, or 2 when the configuration is refused or a shape does not fit."""
     shapes = list(itertools.product(args.batch_size, args.input_len, args.output_len))
     try:
-        config = static_config(engine_config(args), shapes)
+        given = engine_config(args)
+        config = static_config(given, shapes, _positions(given.get("model", "embedded"), args.extra_plugins))
         return _run(args, config, shapes)
     except (GlowplugError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
 
 
-def static_config(config: dict[str, Any], shapes: list[tuple[int, int, int]]) -> dict[str, Any]:
+def _positions(model: str, extra: list[str]) -> int:
+    """The longest sequence the model was made for."""
+    from glowplug.core.plugins import load_plugins
+
+    return load_plugins(extra=extra).read_model(str(model)).facts.max_positions
+
+
+def static_config(config: dict[str, Any], shapes: list[tuple[int, int, int]], positions: int) -> dict[str, Any]:
     """``config`` with what a static batch wants where the operator said nothing: room for the largest batch and its
-    longest sequence, prefill in as few steps as are sensible, no prefix cache, no tokenizer."""
+    longest sequence, all prompts before the first decode step, in few steps; no prefix cache, no tokenizer."""
     if any(min(shape) < 1 for shape in shapes):
         raise ValueError("batch size, input length and output length are at least 1")
-    scheduler = {"max_running_requests": max(batch for batch, _, _ in shapes),
-                 "chunk_size": min(MAX_CHUNK, max(batch * length for batch, length, _ in shapes))}
+    scheduler: dict[str, Any] = {
+        "max_running_requests": max(batch for batch, _, _ in shapes),
+        "chunk_size": min(MAX_CHUNK, max(batch * length for batch, length, _ in shapes))}
     given = config.get("scheduler", {})
-    return {"skip_tokenizer": True, "cache": {"use": "none"}, "context_length": max(i + o for _, i, o in shapes),
-            **config, "scheduler": {**scheduler, **given}}
+    if given.get("use", "continuous") == "continuous":
+        scheduler["mixed"] = False
+    context = min(positions, max(MIN_CONTEXT, *(length + output for _, length, output in shapes)))
+    return {"skip_tokenizer": True, "cache": {"use": "none"}, "context_length": context, **config,
+             "scheduler": {**scheduler, **given}}
 
 
 def _run(args: argparse.Namespace, config: dict[str, Any], shapes: list[tuple[int, int, int]]) -> int:
@@ -92,11 +104,6 @@ def _measure(args: argparse.Namespace, llm: LLM, rng: random.Random, shape: tupl
     print("Benchmark ...")
     times = median_run([run_static_batch(llm, random_ids(rng, batch, length, vocab), output)
                         for _ in range(max(args.repeat, 1))])
-    if batch * length > llm.plan.sizes.chunk_size and output > 1:
-        # NOTE: its sequences begin to decode before the last has its prompt behind it, so prefill is timed by itself.
-        alone = median_run([run_static_batch(llm, random_ids(rng, batch, length, vocab), 1)
-                            for _ in range(max(args.repeat, 1))])
-        times = replace(times, prefill=alone.prefill)
     show(times, args.log_decode_step)
     if args.profile:
         _trace(llm, random_ids(rng, batch, length, vocab), output)

@@ -1,0 +1,162 @@
+"""``glowplug bench peers``: our static-batch or serving results beside those of other engines, with ratios.
+
+Reads what each tool writes: ``bench one-batch --save``, SGLang's ``bench_one_batch --result-filename`` (JSON lines, one
+shape each), lines of ``batch N: prefill A ms (B tokens/s), decode step C ms (D tokens/s)`` from a log, and the JSON
+lines of ``bench serving`` (any of the three tools'). Of several runs of one engine at one point the fastest counts.
+"""
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from glowplug.entrypoints.bench import report
+
+OURS = "glowplug"
+LOG_LINE = re.compile(r"batch (\d+): prefill ([\d.]+) ms \(([\d.]+) tokens/s\), decode step ([\d.]+) ms")
+
+Record = Mapping[str, Any]
+Points = dict[int, dict[str, float]]  #: batch size or concurrency -> metric -> value
+
+
+@dataclass(frozen=True)
+class Metric:
+    """``key`` in results; ``title`` of its table; ``lower`` is better, or higher."""
+
+    key: str
+    title: str
+    lower: bool
+
+
+STATIC = (Metric("decode_ms", "decode step, ms", True), Metric("prefill_tokens_per_s", "prefill, tokens/s", False))
+SERVED = (Metric("output_throughput", "serving, output tokens/s", False),
+          Metric("mean_ttft_ms", "serving, mean TTFT in ms", True),
+          Metric("mean_tpot_ms", "serving, mean TPOT in ms", True))
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("ours", type=Path, help="file of `bench one-batch --save`, or of `bench serving --output-file`")
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=FILE", help="a peer's result file or log")
+    parser.add_argument("--output-file", type=Path, default=None, help="write conditions, points and ratios as JSON")
+    parser.add_argument("--markdown", type=Path, default=None, help="write the tables")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 0, or 2 when a file cannot be read."""
+    try:
+        engines = {OURS: points(args.ours)}
+        for given in args.peer:
+            name, equals, file = given.partition("=")
+            if not equals or not name:
+                raise ValueError(f"--peer {given}: expected NAME=FILE")
+            engines[name] = merged(engines.get(name, {}), points(Path(file)))
+        found = comparison(engines)
+    except (OSError, ValueError, KeyError) as error:
+        print(f"glowplug bench peers: {error}", file=sys.stderr)
+        return 2
+    tables = markdown(found, list(engines))
+    print(tables)
+    if args.markdown:
+        args.markdown.write_text(tables + "\n", encoding="utf-8")
+    if args.output_file:
+        report.write_json(args.output_file, {"conditions": header(args.ours), "tables": found})
+    return 0
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+def points(path: Path) -> Points:
+    """What one file says. ValueError when it says nothing."""
+    found: Points = {}
+    for at, values in map(_point, _records(path)):
+        found = merged(found, {at: values})
+    if not found:
+        raise ValueError(f"{path} holds no result")
+    return found
+
+
+def _records(path: Path) -> list[Record]:
+    text = path.read_text(encoding="utf-8", errors="replace")
+    lines = [match.groups() for match in LOG_LINE.finditer(text)]
+    if lines:
+        return [{"batch_size": int(batch), "prefill_tokens_per_s": float(rate), "decode_median_ms": float(step)}
+                for batch, _, rate, step in lines]
+    try:
+        whole = orjson.loads(text)
+        return whole["results"] if "results" in whole else [whole]
+    except orjson.JSONDecodeError:
+        return [orjson.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def _point(record: Record) -> tuple[int, dict[str, float]]:
+    if "max_concurrency" in record:
+        return int(record["max_concurrency"] or 0), {metric.key: float(record[metric.key]) for metric in SERVED}
+    step = record.get("decode_median_ms") or 1e3 * record["median_decode_latency"]
+    values = {"decode_ms": float(step),
+              "prefill_tokens_per_s": float(record.get("prefill_tokens_per_s") or record["prefill_throughput"])}
+    if "floor_ms" in record:
+        values["floor_ms"] = float(record["floor_ms"])
+    return int(record["batch_size"]), values
+
+
+def merged(one: Points, other: Points) -> Points:
+    """Both, the better value of each metric where they share a point."""
+    lower = {metric.key: metric.lower for metric in (*STATIC, *SERVED)}
+    found = {at: dict(values) for at, values in one.items()}
+    for at, values in other.items():
+        kept = found.setdefault(at, {})
+        for key, value in values.items():
+            kept[key] = (min if lower.get(key, True) else max)(kept.get(key, value), value)
+    return found
+
+
+def header(path: Path) -> dict[str, Any]:
+    """Conditions of a ``--save`` document; {} for JSON lines."""
+    try:
+        whole = orjson.loads(path.read_bytes())
+    except orjson.JSONDecodeError:
+        return {}
+    return {key: value for key, value in whole.items() if key != "results"}
+
+
+# ---- comparing ------------------------------------------------------------------------------------------------------
+
+
+def comparison(engines: Mapping[str, Points]) -> dict[str, list[dict[str, Any]]]:
+    """For each metric a row a point: every engine's value, and how many times the best peer we are.
+
+    ``times_best_peer`` above 1: we are the faster. Floor and our share of its speed where they are known.
+    """
+    ours = engines[OURS]
+    metrics = SERVED if SERVED[0].key in next(iter(ours.values())) else STATIC
+    return {metric.title: [_row(metric, at, engines) for at in sorted(ours)] for metric in metrics}
+
+
+def _row(metric: Metric, at: int, engines: Mapping[str, Points]) -> dict[str, Any]:
+    values = {name: found[at][metric.key] for name, found in engines.items() if metric.key in found.get(at, {})}
+    row: dict[str, Any] = {"point": at, **values}
+    peers = [value for name, value in values.items() if name != OURS]
+    if peers:
+        best = min(peers) if metric.lower else max(peers)
+        row["times_best_peer"] = best / values[OURS] if metric.lower else values[OURS] / best
+    floor = engines[OURS][at].get("floor_ms")
+    if floor and metric.key == "decode_ms":
+        row |= {"floor": floor, "share_of_floor": floor / values[OURS]}
+    return row
+
+
+def markdown(found: Mapping[str, Sequence[Record]], engines: Sequence[str]) -> str:
+    parts = []
+    for title, rows in found.items():
+        columns = [column for column in ("point", *engines, "times_best_peer", "floor", "share_of_floor")
+                   if any(column in row for row in rows)]
+        cells = [[row.get(column, "-") for column in columns] for row in rows]
+        parts.append(f"{title}\n\n{report.table(columns, cells)}")
+    return "\n\n".join(parts)

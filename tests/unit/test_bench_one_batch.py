@@ -1,0 +1,190 @@
+"""`bench one-batch`, its memory floor, and the comparison with other engines."""
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from glowplug.core.facts import DeviceFacts, ModelFacts
+from glowplug.core.parameters import count_elements
+from glowplug.core.plugins import PluginSet, load_plugins
+from glowplug.core.weight_classes import EXPERTS, TIED, VOCAB
+from glowplug.entrypoints import bench
+from glowplug.entrypoints.bench.floor import card_bandwidth, distinct_experts, step_bytes
+from glowplug.entrypoints.bench.in_process import BatchTimes
+from glowplug.entrypoints.bench.one_batch import static_config
+from tests.tiny import write_config
+
+SHAPES = Path(bench.__file__).resolve().parents[2] / "models" / "shapes"
+LONG = 10**6  #: tokens, so many that every expert is picked
+
+
+@pytest.fixture(scope="module")
+def plugins() -> PluginSet:
+    return load_plugins(entry_points=False)
+
+
+def published(plugins: PluginSet, folder: Path, name: str, **changes: object) -> ModelFacts:
+    config = json.loads((SHAPES / f"{name}.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return plugins.read_model(str(folder)).facts
+
+
+def run(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    bench.configure(parser)
+    return bench.run(parser.parse_args(list(words)))
+
+
+# ---- the floor ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["v2", "v3", "llama", "v3_fp8"])
+def test_with_every_expert_picked_a_step_reads_every_matrix_but_the_embedding(
+        name: str, plugins: PluginSet, tmp_path: Path) -> None:
+    facts = plugins.read_model(str(write_config(tmp_path, name))).facts
+    matrices = 0.0
+    for kind, count in count_elements(facts).items():
+        if kind.draft < 0 and not kind.scale:
+            held = count // 2 if kind.role == VOCAB else count  # embedding and head; a tied one is the head
+            matrices += held * (1 if kind.dtype == "float8_e4m3fn" else 2)
+    assert TIED in {kind.role for kind in count_elements(facts)} or name != "llama"
+    found = step_bytes(facts, LONG, 0)
+    vectors = 2 * facts.hidden_size * (2 * facts.num_layers + 2) + 4096  # norms and biases, which the floor leaves out
+    assert matrices - vectors <= found.total <= matrices * 1.0003 + 1
+
+
+@pytest.mark.parametrize(("batch", "milliseconds"), [(1, 1.17), (8, 4.25), (32, 7.18), (128, 8.18)])
+def test_floor_of_v2_lite_is_the_published_one(batch: int, milliseconds: float, plugins: PluginSet,
+                                               tmp_path: Path) -> None:
+    facts = published(plugins, tmp_path, "deepseek-v2-lite", vocab_size=129280)
+    assert step_bytes(facts, batch, 1024).seconds(4.3e12) * 1e3 == pytest.approx(milliseconds, abs=0.006)
+
+
+@pytest.mark.parametrize(("batch", "milliseconds"), [(1, 1.11), (8, 3.14), (32, 7.50), (128, 11.18)])
+def test_floor_of_the_v3_slice_is_the_published_one(batch: int, milliseconds: float, plugins: PluginSet,
+                                                    tmp_path: Path) -> None:
+    facts = published(plugins, tmp_path, "deepseek-v3-slice")
+    assert step_bytes(facts, batch, 512).seconds(4.3e12) * 1e3 == pytest.approx(milliseconds, abs=0.006)
+
+
+def test_cache_bytes_grow_with_batch_context_and_dtype(plugins: PluginSet, tmp_path: Path) -> None:
+    facts = plugins.read_model(str(write_config(tmp_path, "v3"))).facts
+    one = step_bytes(facts, 1, 10).kv
+    assert one == 10 * 3 * (32 + 8) * 2
+    assert step_bytes(facts, 4, 30, kv_element=1).kv == 6 * one
+    assert distinct_experts(facts, 1) == pytest.approx(3)
+
+
+def test_bandwidth_is_the_slowest_cards() -> None:
+    known, other = DeviceFacts("NVIDIA H200", 1, 90, 4.8e12), DeviceFacts("NVIDIA A100", 1, 80, 2e12)
+    assert card_bandwidth([known]) == 4.3e12
+    assert card_bandwidth([known, other]) == pytest.approx(1.8e12)
+    assert card_bandwidth([]) == 0
+
+
+# ---- one batch ------------------------------------------------------------------------------------------------------
+
+
+def test_steps_settle_before_they_count() -> None:
+    times = BatchTimes(2, 8, 21, 1.0, (9.0,) * 4 + (1.0, 2.0, 3.0) * 4 + (2.0,) * 4, 99.0)
+    assert (times.median_decode, times.mean_decode) == (2.0, 2.0)
+    assert BatchTimes(2, 8, 3, 1.0, (9.0, 1.0), 99.0).mean_decode == 5.0
+    assert BatchTimes(2, 8, 1, 1.0, (), 1.0).decode_throughput == 0.0
+
+
+def test_what_the_operator_says_stays() -> None:
+    config = static_config({"scheduler": {"chunk_size": 7}, "context_length": 99}, [(4, 8192, 5), (1, 10, 20)], 9000)
+    assert config["scheduler"] == {"max_running_requests": 4, "chunk_size": 7, "mixed": False}
+    assert config["context_length"] == 99
+    assert static_config({}, [(4, 8192, 5)], 9000)["scheduler"]["chunk_size"] == 16384
+    lengths = [static_config({}, [(2, length, 5)], 9000)["context_length"] for length in (8, 8192, 10000)]
+    assert lengths == [4096, 8197, 9000]
+    assert "mixed" not in static_config({"scheduler": {"use": "another"}}, [(1, 1, 1)], 9)["scheduler"]
+
+
+def test_random_weights_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, saved, lines = write_config(tmp_path / "m", "v3"), tmp_path / "one.json", tmp_path / "one.jsonl"
+    status = run("one-batch", "--model", str(folder), "--load-format", "dummy", "--batch-size", "1", "3",
+                 "--input-len", "20", "--output-len", "6", "--repeat", "1", "--bandwidth", "0.01", "--device", "cpu",
+                 "--chunked-prefill-size", "32", "--save", str(saved), "--result-filename", str(lines))
+    assert status == 0
+    whole = json.loads(saved.read_text())
+    assert [found["batch_size"] for found in whole["results"]] == [1, 3]
+    for found in whole["results"]:
+        assert 0 < found["floor_share"] and found["decode_median_ms"] > 0
+        assert found["prefill_ms"] == pytest.approx(found["prefill_latency"] * 1e3)
+    assert [found["decode_steps"] for found in whole["results"]] == [5, 5]  # prompts of several steps come first
+    assert {"command", "date", "packages", "card", "glowplug"} <= set(whole)
+    assert whole["chosen"]["weights"]["use"] == "random"
+    assert len(lines.read_text().splitlines()) == 2
+    assert "floor_share" in capsys.readouterr().out
+
+
+# ---- beside other engines -------------------------------------------------------------------------------------------
+
+STATIC_LINE = {"batch_size": 8, "input_len": 1024, "prefill_throughput": 67000.0, "median_decode_latency": 0.00726}
+
+
+def test_our_points_beside_two_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours, sglang, vllm = tmp_path / "ours.json", tmp_path / "sglang.jsonl", tmp_path / "vllm.log"
+    ours.write_text(json.dumps({"card": "H200", "results": [
+        {"batch_size": 8, "decode_median_ms": 5.0, "prefill_tokens_per_s": 90000.0, "floor_ms": 4.0},
+        {"batch_size": 1, "decode_median_ms": 4.0, "prefill_tokens_per_s": 30000.0, "floor_ms": 1.0}]}))
+    sglang.write_text("\n".join(json.dumps(STATIC_LINE | {"median_decode_latency": step})
+                                for step in (0.00726, 0.0071)))
+    vllm.write_text("INFO loading\nbatch 1: prefill 39.2 ms (26122 tokens/s), decode step 3.49 ms (286 tokens/s)\n"
+                    "batch 8: prefill 96.0 ms (85370 tokens/s), decode step 6.77 ms (1181 tokens/s)\n")
+    out, table = tmp_path / "out.json", tmp_path / "out.md"
+    assert run("peers", str(ours), "--peer", f"sglang={sglang}", "--peer", f"vllm={vllm}", "--output-file", str(out),
+               "--markdown", str(table)) == 0
+    whole = json.loads(out.read_text())
+    first, second = whole["tables"]["decode step, ms"]
+    assert (first["point"], second["point"]) == (1, 8)
+    assert first["times_best_peer"] == pytest.approx(3.49 / 4.0)
+    assert "sglang" not in first
+    assert second["sglang"] == pytest.approx(7.1)
+    assert second["times_best_peer"] == pytest.approx(6.77 / 5.0)
+    assert second["share_of_floor"] == pytest.approx(0.8)
+    assert whole["tables"]["prefill, tokens/s"][1]["times_best_peer"] == pytest.approx(90000 / 85370)
+    assert whole["conditions"]["card"] == "H200"
+    assert table.read_text().strip() == capsys.readouterr().out.strip()
+
+
+def test_serving_records_compare_too(tmp_path: Path) -> None:
+    def line(level: int, rate: float, ttft: float, tpot: float) -> str:
+        return json.dumps({"max_concurrency": level, "output_throughput": rate, "mean_ttft_ms": ttft,
+                           "mean_tpot_ms": tpot})
+    ours, peer, out = tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "out.json"
+    ours.write_text(line(1, 300.0, 30.0, 3.0) + "\n" + line(32, 3000.0, 400.0, 9.0))
+    peer.write_text(line(1, 271.0, 39.2, 3.54) + "\n" + line(32, 2577.0, 441.0, 10.71))
+    assert run("peers", str(ours), "--peer", f"sglang={peer}", "--output-file", str(out)) == 0
+    tables = json.loads(out.read_text())["tables"]
+    assert tables["serving, output tokens/s"][0]["times_best_peer"] == pytest.approx(300 / 271)
+    assert tables["serving, mean TTFT in ms"][1]["times_best_peer"] == pytest.approx(441 / 400)
+    assert tables["serving, mean TPOT in ms"][1]["times_best_peer"] == pytest.approx(10.71 / 9)
+
+
+@pytest.mark.parametrize(("peer", "said"), [("nothing", "NAME=FILE"), ("x=/nonexistent", "No such file")])
+def test_a_peer_that_cannot_be_read_is_named(peer: str, said: str, tmp_path: Path,
+                                             capsys: pytest.CaptureFixture[str]) -> None:
+    ours = tmp_path / "ours.json"
+    ours.write_text(json.dumps({"results": [STATIC_LINE]}))
+    assert run("peers", str(ours), "--peer", peer) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_empty_log_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours, log = tmp_path / "ours.json", tmp_path / "peer.log"
+    ours.write_text(json.dumps({"results": [STATIC_LINE]}))
+    log.write_text("CUDA out of memory\n")
+    assert run("peers", str(ours), "--peer", f"vllm={log}") == 2
+    assert "holds no result" in capsys.readouterr().err
+
+
+def test_roles_of_the_floor_cover_the_experts(plugins: PluginSet, tmp_path: Path) -> None:
+    facts = plugins.read_model(str(write_config(tmp_path, "v3"))).facts
+    experts = sum(count for kind, count in count_elements(facts).items() if kind.role == EXPERTS)
+    assert step_bytes(facts, LONG, 0).experts == pytest.approx(2 * experts)
