@@ -1,0 +1,84 @@
+"""Routed experts in Triton, in the way and with the tiles that a table or a rule gives for the number of tokens.
+
+A configuration of one product: ``way`` "gemv", "dense" or "sorted" (see ``moe_gemv`` and ``moe_gemm``) and its tiles.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from glowplug.kernels.triton import moe_gemm, moe_gemv, tuned
+from glowplug.kernels.triton.moe_align import align
+from glowplug.kernels.triton.moe_sum import moe_sum
+from glowplug.kernels.triton.tuned import Config
+
+FEW = 2  #: tokens whose experts hardly overlap, so that reading weights once a pair costs little
+DENSE = 32  #: tokens that fit into one tile
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Experts of one layer on this rank: w13 [E, 2 * inter, hidden], w2 [E, hidden, inter]; ids of ``topk`` columns."""
+
+    experts: int
+    topk: int
+    hidden: int
+    inter: int
+    dtype: str
+
+    @property
+    def table_name(self) -> str:
+        sizes = f"E={self.experts},N={self.inter},H={self.hidden}"
+        return tuned.file_name(sizes, self.dtype)
+
+
+def tile(way: str, block_m: int, block_n: int, block_k: int, warps: int, stages: int, *, group: int = 64,
+         swap: bool = False, tma: bool = False) -> dict[str, str | int]:
+    return {"way": way, "block_m": block_m, "block_n": block_n, "block_k": block_k, "warps": warps, "stages": stages,
+            "group": group, "swap": int(swap), "tma": int(tma)}
+
+
+def rule(problem: Problem, tokens: int) -> dict[str, Config]:
+    """{"up", "down"} where nothing was measured."""
+    load = tokens * problem.topk / problem.experts
+    if tokens <= FEW:
+        return {"up": {"way": "gemv", "block_n": 8, "block_k": 512, "warps": 4},
+                "down": {"way": "gemv", "block_n": 4, "block_k": 512, "warps": 4}}
+    if tokens <= DENSE:
+        block_m = 16 if tokens <= 16 else 32
+        return {"up": tile("dense", block_m, 64, 128, 4, 3), "down": tile("dense", block_m, 128, 128, 4, 3)}
+    if load <= 64:
+        block_m = 16 if load <= 16 else 32 if load <= 32 else 64
+        return {"up": tile("sorted", block_m, 64, 128, 4, 3), "down": tile("sorted", block_m, 128, 128, 4, 3)}
+    return {"up": tile("sorted", 128, 128, 64, 8, 3, group=8), "down": tile("sorted", 128, 256, 64, 8, 3, group=8)}
+
+
+@lru_cache(maxsize=1024)
+def chosen(problem: Problem, tokens: int) -> Mapping[str, Config]:
+    """The table's configuration for the number of tokens nearest to ``tokens``; the rule's where there is no table."""
+    table = tuned.table(problem.table_name)
+    return tuned.nearest(table, tokens) if table else rule(problem, tokens)
+
+
+def experts(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor,
+            config: Mapping[str, Config] | None = None) -> Tensor:
+    """x [T, H], w13 [E, 2I, H] gates before ups, w2 [E, H, I], ids [T, K] (-1: elsewhere), weights float32 [T, K] ->
+    [T, H]. A token names an expert at most once. No step depends on a value on the host."""
+    if not len(x):
+        return torch.empty_like(x)
+    if config is None:
+        config = chosen(Problem(w13.shape[0], ids.shape[1], w13.shape[2], w2.shape[2], str(x.dtype).split(".")[1]),
+                        len(x))
+    up, down = config["up"], config["down"]
+    sizes = {int(product["block_m"]) for product in (up, down) if product["way"] == "sorted"}
+    aligned = {size: align(ids, w13.shape[0], size) for size in sizes}
+    hidden = (moe_gemv.up(x, w13, ids, up) if up["way"] == "gemv" else
+              moe_gemm.up(x, w13, ids, aligned.get(up["block_m"]) if up["way"] == "sorted" else None, up))
+    if down["way"] == "gemv":
+        return moe_gemv.down(hidden, w2, ids, weights, down)
+    given = aligned[down["block_m"]] if down["way"] == "sorted" else None
+    return moe_sum(moe_gemm.down(hidden, w2, ids, weights, given, down), ids)

@@ -1,0 +1,157 @@
+"""Grouped products of routed experts: rows of many tokens, each times its own expert's weight, accumulated in float32.
+
+Weights lie as checkpoints have them, [E, rows, K]. The first product ends in silu(gate) * up, the second in the routing
+weight. Two ways to a tile's rows: "sorted" walks over an ``Alignment``; "dense" gives every expert a tile of all tokens
+and stores only those that chose it, which for few tokens spares the alignment.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from glowplug.kernels.triton.moe_align import Alignment
+
+Config = Mapping[str, Any]  #: of one product: block_m, block_n, block_k, group, warps, stages, swap, tma, way
+
+
+@triton.jit
+def tile_place(m_blocks, n_blocks, GROUP: tl.constexpr):
+    """The tile of this program: down GROUP tiles of rows, then on to the next columns."""
+    program = tl.program_id(0)
+    each = GROUP * n_blocks
+    first = program // each * GROUP
+    height = tl.minimum(m_blocks - first, GROUP)
+    return first + program % each % height, program % each // height
+
+
+@triton.jit
+def chosen_pairs(ids, expert, first_token, pairs, TOPK: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Of the tokens from ``first_token`` on: each one's pair with ``expert``, or ``pairs``. A token has one at most."""
+    token = first_token + tl.arange(0, BLOCK_M)
+    k = tl.arange(0, WIDTH)
+    pair = token[:, None] * TOPK + k[None, :]
+    inside = (pair < pairs) & (k[None, :] < TOPK)
+    chosen = tl.load(ids + pair, mask=inside, other=-1).to(tl.int32)
+    return tl.min(tl.where(inside & (chosen == expert), pair, pairs), 1)
+
+
+@triton.jit
+def tile_pairs(ids, sorted_pairs, expert_of_block, block, pairs, SORTED: tl.constexpr, TOPK: tl.constexpr,
+               WIDTH: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(expert, pairs int32 [BLOCK_M]) of a tile; the expert is -1 where there is nothing to do."""
+    if SORTED:
+        expert = tl.load(expert_of_block + block)
+        chosen = tl.load(sorted_pairs + block * BLOCK_M + tl.arange(0, BLOCK_M))
+    else:
+        tiles = tl.cdiv(pairs, TOPK * BLOCK_M)
+        expert = block // tiles
+        chosen = chosen_pairs(ids, expert, block % tiles * BLOCK_M, pairs, TOPK, WIDTH, BLOCK_M)
+        expert = tl.where(tl.min(chosen, 0) < pairs, expert, -1)
+    return expert, chosen
+
+
+@triton.jit
+def _load_weight(w, expert, row, rows, first_k, depth, TMA: tl.constexpr, EVEN_K: tl.constexpr,
+                 BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Rows [row, row + BLOCK_N) of an expert's weight; past its end whatever is there."""
+    if TMA:
+        return w.load([expert * rows + row, first_k])
+    k = first_k + tl.arange(0, BLOCK_K)
+    n = row + tl.arange(0, BLOCK_N)
+    at = w + expert.to(tl.int64) * rows * depth + tl.where(n < rows, n, 0)[:, None] * depth + k[None, :]
+    if EVEN_K:
+        return tl.load(at)
+    return tl.load(at, mask=k[None, :] < depth, other=0.0)
+
+
+@triton.jit
+def _times(x, w, total, SWAP: tl.constexpr):
+    if SWAP:
+        return tl.dot(w, tl.trans(x), total, input_precision="ieee")
+    return tl.dot(x, tl.trans(w), total, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["pairs", "m_blocks", "n_blocks"])
+def _grouped(x, w, out, ids, weights, sorted_pairs, expert_of_block, pairs, columns, depth, m_blocks, n_blocks,
+             UP: tl.constexpr, SORTED: tl.constexpr, TOPK: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr,
+             SWAP: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+             BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
+    """``UP``: x are tokens [T, K] and w holds gates, then ups; otherwise x are pairs [T * K, K]. out [T * K, columns]."""
+    block, column_block = tile_place(m_blocks, n_blocks, GROUP)
+    expert, pair = tile_pairs(ids, sorted_pairs, expert_of_block, block, pairs, SORTED, TOPK, WIDTH, BLOCK_M)
+    if expert < 0:
+        return
+    real = pair < pairs
+    # NOTE: padding multiplies row 0, which is cheaper than a mask; its products are not stored.
+    row = tl.where(real, pair, 0)
+    if UP:
+        row = row // TOPK
+    first = column_block * BLOCK_N
+    k = tl.arange(0, BLOCK_K)
+    x_at = x + row.to(tl.int64)[:, None] * depth + k[None, :]
+    if SWAP:
+        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    else:
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, depth, BLOCK_K):
+        if EVEN_K:
+            value = tl.load(x_at + start)
+        else:
+            value = tl.load(x_at + start, mask=k[None, :] < depth - start, other=0.0)
+        if UP:
+            total = _times(value, _load_weight(w, expert, first, 2 * columns, start, depth, TMA, EVEN_K, BLOCK_N,
+                                               BLOCK_K), total, SWAP)
+            up = _times(value, _load_weight(w, expert, columns + first, 2 * columns, start, depth, TMA, EVEN_K,
+                                            BLOCK_N, BLOCK_K), up, SWAP)
+        else:
+            total = _times(value, _load_weight(w, expert, first, columns, start, depth, TMA, EVEN_K, BLOCK_N,
+                                               BLOCK_K), total, SWAP)
+    if UP:
+        total = total / (1.0 + tl.exp(-total)) * up
+    if SWAP:
+        total = tl.trans(total)
+    if not UP:
+        total = total * tl.load(weights + pair, mask=real, other=0.0)[:, None]
+    n = first + tl.arange(0, BLOCK_N)
+    tl.store(out + pair.to(tl.int64)[:, None] * columns + n[None, :], total.to(out.dtype.element_ty),
+             mask=real[:, None] & (n[None, :] < columns))
+
+
+def _launch(x: Tensor, w: Tensor, out: Tensor, ids: Tensor, weights: Tensor | None, aligned: Alignment | None,
+            config: Config) -> Tensor:
+    pairs, depth, columns = ids.numel(), w.shape[2], out.shape[1]
+    block_m, block_n, block_k = config["block_m"], config["block_n"], config["block_k"]
+    m_blocks = w.shape[0] * triton.cdiv(ids.shape[0], block_m) if aligned is None else len(aligned.expert_of_block)
+    n_blocks = triton.cdiv(columns, block_n)
+    tma = bool(config.get("tma")) and depth * w.element_size() % 16 == 0
+    _grouped[(m_blocks * n_blocks,)](
+        x, TensorDescriptor.from_tensor(w.view(-1, depth), [block_n, block_k]) if tma else w, out, ids, weights,
+        None if aligned is None else aligned.sorted_pairs, None if aligned is None else aligned.expert_of_block,
+        pairs, columns, depth, m_blocks, n_blocks, UP=weights is None, SORTED=aligned is not None, TOPK=ids.shape[1],
+        WIDTH=triton.next_power_of_2(ids.shape[1]), TMA=tma, SWAP=bool(config.get("swap")),
+        EVEN_K=depth % block_k == 0, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        GROUP=config.get("group", 64), num_warps=config["warps"], num_stages=config["stages"])
+    return out
+
+
+def up(x: Tensor, w13: Tensor, ids: Tensor, aligned: Alignment | None, config: Config) -> Tensor:
+    """x [T, H], w13 [E, 2I, H] gates before ups, ids [T, K] -> silu(gate) * up [T * K, I], a row a pair.
+
+    Rows of absent experts are not written. ``aligned``: made with the configuration's block_m, or None for "dense".
+    """
+    out = torch.empty(ids.numel(), w13.shape[1] // 2, dtype=x.dtype, device=x.device)
+    return _launch(x, w13, out, ids, None, aligned, config)
+
+
+def down(h: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, aligned: Alignment | None, config: Config) -> Tensor:
+    """h [T * K, I] of ``up``, w2 [E, H, I], weights float32 [T, K] -> [T * K, H], times the weight. Rows as ``up``'s."""
+    out = torch.empty(ids.numel(), w2.shape[1], dtype=h.dtype, device=h.device)
+    return _launch(h, w2, out, ids, weights, aligned, config)

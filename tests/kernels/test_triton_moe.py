@@ -1,0 +1,127 @@
+"""Routed experts in Triton against the torch reference, each way and tile. Interpreted without a GPU."""
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from glowplug.kernels import moe  # noqa: E402
+from glowplug.kernels.activation import silu_and_mul  # noqa: E402
+from glowplug.kernels.triton import moe_experts, moe_gemm, moe_gemv, tuned  # noqa: E402
+from glowplug.kernels.triton.moe_align import align  # noqa: E402
+from glowplug.kernels.triton.moe_experts import tile  # noqa: E402
+
+GPU = torch.cuda.is_available()
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float32)
+TOLERANCE = 1e-2 if GPU else 1e-5
+GEMV = {"way": "gemv", "block_n": 16, "block_k": 32, "warps": 4}
+SMALL = [(1, 2, 4, 48, 40), (2, 3, 5, 80, 24), (5, 2, 3, 72, 33), (20, 2, 4, 32, 17)]
+LARGE = [(1, 8, 66, 2048, 1408), (2, 6, 64, 512, 1408), (7, 8, 66, 2048, 1408), (33, 8, 66, 2048, 1408),
+         (128, 8, 66, 2048, 1408), (200, 9, 33, 1000, 360), (1025, 8, 66, 2048, 1408)]
+
+
+def draw(tokens: int, k: int, experts: int, hidden: int, inter: int, absent: float, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.rand(tokens, experts, generator=generator).topk(k, 1).indices.int()
+    weights = torch.rand(tokens, k, generator=generator)
+    gone = torch.rand(tokens, k, generator=generator) < absent
+    ids[gone], weights[gone] = -1, float("nan")
+    device = torch.Generator(DEVICE).manual_seed(seed)
+    x, w13, w2 = (torch.randn(shape, generator=device, device=DEVICE).mul_(shape[-1] ** -0.5 * gain).to(DTYPE)
+                  for shape, gain in (((tokens, hidden), hidden**0.5), ((experts, 2 * inter, hidden), 2.0),
+                                      ((experts, hidden, inter), 1.0)))
+    return [x, w13, w2, ids.to(DEVICE), weights.to(DEVICE)]
+
+
+def error(found: Tensor, x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor) -> float:
+    """Against float32, relative to the root mean square."""
+    wanted = moe.experts_reference(x.float(), w13.float().mT, w2.float().mT, ids, weights, silu_and_mul)
+    assert found.shape == wanted.shape
+    return float((found.float() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt().clamp(min=1e-9))
+
+
+def configs(*, swap: bool, tma: bool) -> list[dict[str, dict[str, str | int]]]:
+    wide = 64 if GPU else 32
+    return [{"up": tile(way, 16, wide, 32, 4, 2, group=3, swap=swap, tma=tma),
+             "down": tile(way, 32, wide, 32, 4, 3, group=1, swap=swap, tma=tma)} for way in ("dense", "sorted")]
+
+
+def check(given: list[Tensor], config: dict[str, dict[str, str | int]]) -> None:
+    assert error(moe_experts.experts(*given, config), *given) < TOLERANCE
+
+
+@pytest.mark.parametrize("shape", SMALL)
+@pytest.mark.parametrize(("swap", "tma"), [(False, False), (True, False)])
+def test_tiles(shape: tuple[int, ...], swap: bool, tma: bool) -> None:
+    for number, config in enumerate(configs(swap=swap, tma=tma)):
+        check(draw(*shape, absent=0.3 * number, seed=number), config)
+
+
+@pytest.mark.parametrize("shape", SMALL[:3])
+@pytest.mark.parametrize("absent", [0.0, 0.5])
+def test_gemv(shape: tuple[int, ...], absent: float) -> None:
+    check(draw(*shape, absent=absent, seed=3), {"up": GEMV, "down": GEMV})
+
+
+def test_all_absent_and_none() -> None:
+    given = draw(3, 2, 4, 32, 16, 1.0, 0)
+    for config in ({"up": GEMV, "down": GEMV}, *configs(swap=False, tma=False)):
+        assert torch.equal(moe_experts.experts(*given, config), torch.zeros_like(given[0]))
+    assert moe_experts.experts(given[0][:0], *given[1:3], given[3][:0], given[4][:0]).shape == (0, 32)
+
+
+def test_rules_cover_every_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = moe_experts.Problem(66, 8, 2048, 1408, "bfloat16")
+    ways = [moe_experts.rule(problem, tokens)["up"]["way"] for tokens in (1, 2, 3, 32, 33, 4096, 100_000)]
+    assert ways == ["gemv", "gemv", "dense", "dense", "sorted", "sorted", "sorted"]
+    measured = {4: {"up": GEMV, "down": GEMV}, 100: moe_experts.rule(problem, 64)}
+    monkeypatch.setattr(tuned, "table", lambda name: measured if name == problem.table_name else None)
+    moe_experts.chosen.cache_clear()
+    assert moe_experts.chosen(problem, 50) is measured[4] and moe_experts.chosen(problem, 53) is measured[100]
+    moe_experts.chosen.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", LARGE)
+def test_on_the_device(shape: tuple[int, ...]) -> None:
+    """The chosen configuration and fixed ones, with poisoned memory, twice."""
+    tokens = shape[0]
+    fixed = [*configs(swap=False, tma=False), *configs(swap=True, tma=True), *configs(swap=False, tma=True)]
+    gemv = [{"up": {**GEMV, "block_k": 256}, "down": {**GEMV, "block_n": 4, "block_k": 256}}] if tokens < 64 else []
+    for seed, absent in ((0, 0.0), (1, 0.3)):
+        given = draw(*shape, absent=absent, seed=seed)
+        poison = torch.full((tokens * shape[1] * max(shape[3:]) * 4,), float("nan"), dtype=DTYPE, device=DEVICE)
+        del poison
+        for config in (None, *gemv, *(fixed if tokens < 64 else fixed[1::2])):
+            found = moe_experts.experts(*given, config)
+            assert error(found, *given) < TOLERANCE, config
+            assert torch.equal(found, moe_experts.experts(*given, config)), "repeats bit by bit"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 8, 128])
+def test_replayed_with_other_inputs(tokens: int) -> None:
+    given, other = (draw(tokens, 8, 66, 512, 384, 0.1, seed) for seed in (0, 1))
+    moe_experts.experts(*given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = moe_experts.experts(*given)
+    for inputs in (given, other, given):
+        for static, value in zip(given, [t.clone() for t in inputs], strict=True):
+            static.copy_(value)
+        found.fill_(float("nan"))
+        graph.replay()
+        assert error(found, *given) < TOLERANCE
+
+
+@pytest.mark.gpu
+def test_rows_of_absent_pairs_are_left_alone() -> None:
+    x, w13, w2, ids, weights = draw(40, 4, 8, 256, 128, 0.5, 2)
+    aligned = align(ids, 8, 16)
+    config = tile("sorted", 16, 64, 64, 4, 3)
+    hidden = moe_gemm.up(x, w13, ids, aligned, config)
+    present = ids.flatten() >= 0
+    again = moe_gemv.up(x, w13, ids, {**GEMV, "block_k": 256})
+    torch.testing.assert_close(hidden[present], again[present], atol=2e-2, rtol=2e-2)
