@@ -1,7 +1,7 @@
 """Tokens in order of their experts, each expert's filled up to whole tiles: what a grouped product walks over.
 
-Nothing here depends on a value on the host: grids and sizes follow from the shape of the ids alone. Within an expert the
-order is that of the tokens, so results repeat bit by bit.
+Nothing here depends on a value on the host: grids and sizes follow from the shape of the ids alone. Within an expert
+the order is that of the tokens, so results repeat bit by bit.
 """
 from __future__ import annotations
 

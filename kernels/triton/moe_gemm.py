@@ -21,12 +21,12 @@ Config = Mapping[str, Any]  #: of one product: block_m, block_n, block_k, group,
 
 
 @triton.jit
-def tile_place(m_blocks, n_blocks, GROUP: tl.constexpr):
-    """The tile of this program: down GROUP tiles of rows, then on to the next columns."""
+def tile_place(m_blocks, n_blocks, group):
+    """The tile of this program: down ``group`` tiles of rows, then on to the next columns."""
     program = tl.program_id(0)
-    each = GROUP * n_blocks
-    first = program // each * GROUP
-    height = tl.minimum(m_blocks - first, GROUP)
+    each = group * n_blocks
+    first = program // each * group
+    height = tl.minimum(m_blocks - first, group)
     return first + program % each % height, program % each // height
 
 
@@ -77,13 +77,13 @@ def _times(x, w, total, SWAP: tl.constexpr):
     return tl.dot(x, tl.trans(w), total, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["pairs", "m_blocks", "n_blocks"])
-def _grouped(x, w, out, ids, weights, sorted_pairs, expert_of_block, pairs, columns, depth, m_blocks, n_blocks,
+@triton.jit(do_not_specialize=["pairs", "m_blocks", "n_blocks", "group"])
+def _grouped(x, w, out, ids, weights, sorted_pairs, expert_of_block, pairs, columns, depth, m_blocks, n_blocks, group,
              UP: tl.constexpr, SORTED: tl.constexpr, TOPK: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr,
              SWAP: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-             BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
-    """``UP``: x are tokens [T, K] and w holds gates, then ups; otherwise x are pairs [T * K, K]. out [T * K, columns]."""
-    block, column_block = tile_place(m_blocks, n_blocks, GROUP)
+             BLOCK_K: tl.constexpr):
+    """``UP``: x are tokens [T, K], w holds gates, then ups; otherwise x are pairs [T * K, K]. out [T * K, columns]."""
+    block, column_block = tile_place(m_blocks, n_blocks, group)
     expert, pair = tile_pairs(ids, sorted_pairs, expert_of_block, block, pairs, SORTED, TOPK, WIDTH, BLOCK_M)
     if expert < 0:
         return
@@ -132,13 +132,13 @@ def _launch(x: Tensor, w: Tensor, out: Tensor, ids: Tensor, weights: Tensor | No
     m_blocks = w.shape[0] * triton.cdiv(ids.shape[0], block_m) if aligned is None else len(aligned.expert_of_block)
     n_blocks = triton.cdiv(columns, block_n)
     tma = bool(config.get("tma")) and depth * w.element_size() % 16 == 0
+    places = (None, None) if aligned is None else (aligned.sorted_pairs, aligned.expert_of_block)
     _grouped[(m_blocks * n_blocks,)](
-        x, TensorDescriptor.from_tensor(w.view(-1, depth), [block_n, block_k]) if tma else w, out, ids, weights,
-        None if aligned is None else aligned.sorted_pairs, None if aligned is None else aligned.expert_of_block,
-        pairs, columns, depth, m_blocks, n_blocks, UP=weights is None, SORTED=aligned is not None, TOPK=ids.shape[1],
-        WIDTH=triton.next_power_of_2(ids.shape[1]), TMA=tma, SWAP=bool(config.get("swap")),
-        EVEN_K=depth % block_k == 0, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
-        GROUP=config.get("group", 64), num_warps=config["warps"], num_stages=config["stages"])
+        x, TensorDescriptor.from_tensor(w.view(-1, depth), [block_n, block_k]) if tma else w, out, ids, weights, *places,
+        pairs, columns, depth, m_blocks, n_blocks, config.get("group", 64), UP=weights is None,
+        SORTED=aligned is not None, TOPK=ids.shape[1], WIDTH=triton.next_power_of_2(ids.shape[1]), TMA=tma,
+        SWAP=bool(config.get("swap")), EVEN_K=depth % block_k == 0, BLOCK_M=block_m, BLOCK_N=block_n,
+        BLOCK_K=block_k, num_warps=config["warps"], num_stages=config["stages"])
     return out
 
 
@@ -152,6 +152,6 @@ def up(x: Tensor, w13: Tensor, ids: Tensor, aligned: Alignment | None, config: C
 
 
 def down(h: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, aligned: Alignment | None, config: Config) -> Tensor:
-    """h [T * K, I] of ``up``, w2 [E, H, I], weights float32 [T, K] -> [T * K, H], times the weight. Rows as ``up``'s."""
+    """h [T * K, I] of ``up``, w2 [E, H, I], weights float32 [T, K] -> [T * K, H], weighted. Rows as of ``up``."""
     out = torch.empty(ids.numel(), w2.shape[1], dtype=h.dtype, device=h.device)
     return _launch(h, w2, out, ids, weights, aligned, config)

@@ -19,7 +19,7 @@ def _sum(parts, ids, out, size, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def moe_sum(parts: Tensor, ids: Tensor) -> Tensor:
-    """parts [T * K, H], ids [T, K] -> [T, H], summed in float32 in the order of K. Rows with an id of -1 are not read."""
+    """parts [T * K, H], ids [T, K] -> [T, H], summed in float32 in the order of K; rows of ids of -1 are not read."""
     tokens, width = ids.shape
     size = parts.shape[1]
     out = torch.empty(tokens, size, dtype=parts.dtype, device=parts.device)

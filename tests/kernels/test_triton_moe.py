@@ -7,11 +7,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from glowplug.kernels import moe  # noqa: E402
-from glowplug.kernels.activation import silu_and_mul  # noqa: E402
-from glowplug.kernels.triton import moe_experts, moe_gemm, moe_gemv, tuned  # noqa: E402
-from glowplug.kernels.triton.moe_align import align  # noqa: E402
-from glowplug.kernels.triton.moe_experts import tile  # noqa: E402
+from glowplug.kernels import moe
+from glowplug.kernels.activation import silu_and_mul
+from glowplug.kernels.triton import moe_experts, moe_gemm, moe_gemv, tuned
+from glowplug.kernels.triton.moe_align import align
+from glowplug.kernels.triton.moe_experts import tile
 
 GPU = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float32)

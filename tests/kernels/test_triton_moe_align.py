@@ -7,8 +7,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from glowplug.kernels.triton import moe_align  # noqa: E402
-from glowplug.kernels.triton.moe_sum import moe_sum  # noqa: E402
+from glowplug.kernels.triton import moe_align
+from glowplug.kernels.triton.moe_sum import moe_sum
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -48,7 +48,8 @@ def test_align(tokens: int, k: int, experts: int, block_m: int, absent: float, l
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("tokens", "k", "experts", "block_m"),
-                         [(128, 8, 66, 16), (512, 9, 257, 32), (513, 8, 66, 16), (8192, 8, 66, 128), (3000, 9, 257, 64)])
+                         [(128, 8, 66, 16), (512, 9, 257, 32), (513, 8, 66, 16), (8192, 8, 66, 128),
+                          (3000, 9, 257, 64)])
 def test_align_of_many(tokens: int, k: int, experts: int, block_m: int) -> None:
     for absent in (0.0, 0.5):
         check(draw_ids(tokens, k, experts, absent, tokens), experts, block_m)
