@@ -21,16 +21,16 @@ BLOCK = 128
 DTYPE = "fp8_w8a8"
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "xs_stride", "ws_stride"])
 def _gemm(x, x_scales, weight, w_scales, out, rows, columns, depth, x_stride, xs_stride, ws_stride, out_stride,
-          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
-          ROW_SCALES: tl.constexpr, EVEN: tl.constexpr):
+          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, ROW_SCALES: tl.constexpr,
+          EVEN: tl.constexpr):
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tile = tl.program_id(0)
     first_row = tile % tiles_m * BLOCK_M
     first_column = tile // tiles_m * BLOCK_N
     groups = tl.cdiv(depth, 128)
-    each = tl.cdiv(groups, SPLIT_K)
+    each = tl.cdiv(groups, tl.num_programs(1))
     start = tl.program_id(1) * each
     end = tl.minimum(start + each, groups)
 
@@ -87,11 +87,11 @@ def _gemm(x, x_scales, weight, w_scales, out, rows, columns, depth, x_stride, xs
     tl.store(out_at, total.to(out.dtype.element_ty), mask=real[:, None] & (n < columns)[None, :])
 
 
-@triton.jit
-def _sum_parts(parts, out, size, SPLIT_K: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+@triton.jit(do_not_specialize=["count"])
+def _sum_parts(parts, out, size, count, BLOCK_SIZE: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     total = tl.zeros((BLOCK_SIZE,), tl.float32)
-    for part in range(SPLIT_K):
+    for part in range(count):
         total += tl.load(parts + part * size + at, mask=at < size, other=0.0)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=at < size)
 
@@ -127,7 +127,7 @@ def gemm(x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: t
     if not rows:
         return out
     chosen: dict[str, Any] = dict(config or config_for(rows, columns, depth))
-    split, block_n = chosen["SPLIT_K"], chosen["BLOCK_N"]
+    split, block_n = chosen.pop("SPLIT_K"), chosen["BLOCK_N"]
     tma = chosen["TMA"] and depth % 16 == 0
     held = TensorDescriptor(weight, list(weight.shape), list(weight.stride()), [block_n, BLOCK]) if tma else weight
     row_scales = w_scales.shape[0] == columns and columns > 1
@@ -137,5 +137,5 @@ def gemm(x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: t
                 w_scales.stride(0), columns, ROW_SCALES=row_scales, EVEN=depth % BLOCK == 0, **{**chosen, "TMA": tma})
     if split > 1:
         size = rows * columns
-        _sum_parts[(triton.cdiv(size, 1024),)](into, out, size, SPLIT_K=split, BLOCK_SIZE=1024)
+        _sum_parts[(triton.cdiv(size, 1024),)](into, out, size, split, BLOCK_SIZE=1024)
     return out

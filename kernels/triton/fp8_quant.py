@@ -29,7 +29,7 @@ def _store(x, values, scales, row, group, column, size, scale_stride):
     tl.store(scales + group * scale_stride + row, scale, mask=group * 128 < size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride"])
 def _quantize(x, values, scales, x_stride, size, scale_stride, GROUPS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
@@ -38,7 +38,7 @@ def _quantize(x, values, scales, x_stride, size, scale_stride, GROUPS: tl.conste
     _store(value, values, scales, row, group, column, size, scale_stride)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride"])
 def _silu_and_mul(x, values, scales, x_stride, size, scale_stride, GROUPS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
@@ -49,7 +49,7 @@ def _silu_and_mul(x, values, scales, x_stride, size, scale_stride, GROUPS: tl.co
     _store(gate / (1.0 + tl.exp(-gate)) * up, values, scales, row, group, column, size, scale_stride)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride"])
 def _rms_norm(x, weight, values, scales, x_stride, size, scale_stride, eps, GROUPS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
@@ -61,7 +61,7 @@ def _rms_norm(x, weight, values, scales, x_stride, size, scale_stride, eps, GROU
     _store(value * root * gain, values, scales, row, group, column, size, scale_stride)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride"])
 def _add_rms_norm(x, residual, weight, total, values, scales, x_stride, residual_stride, size, scale_stride, eps,
                   GROUPS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)

@@ -1,0 +1,232 @@
+"""Products of routed experts in block-scaled FP8, over (token, expert) pairs sorted by expert.
+
+w13 E4M3 [E, 2I, H] (gate then up), w2 E4M3 [E, H, I], both with float32 scales of their 128x128 blocks. A pair is
+token * K + slot. Rows between the products are stored by pair, so that filling tiles costs no memory traffic. Nothing
+waits for the device.
+"""
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from glowplug.kernels.triton import fp8_quant, tuned
+from glowplug.kernels.triton.fp8_gemm import BLOCK, DTYPE
+from glowplug.kernels.triton.moe_align import Alignment
+from glowplug.kernels.triton.moe_sum import moe_sum
+from glowplug.kernels.triton.tuned import Config
+
+
+@triton.jit
+def _depth(first, columns, depth, x_at, xs_at, xs_stride, w_at, weight, w_row, ws_at, k,
+           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr):
+    """One product over the whole depth: [M, N], or [N, M] swapped."""
+    groups = tl.cdiv(depth, 128)
+    x_scale = tl.load(xs_at)
+    w_scale = tl.load(ws_at)
+    if SWAP:
+        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    else:
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for group in range(groups):
+        ahead = tl.minimum(group + 1, groups - 1)
+        next_x_scale = tl.load(xs_at + ahead * xs_stride)
+        next_w_scale = tl.load(ws_at + ahead)
+        if EVEN:
+            x_tile = tl.load(x_at + group * 128)
+        else:
+            x_tile = tl.load(x_at + group * 128, mask=(group * 128 + k < depth)[None, :], other=0.0)
+        if TMA:
+            w_tile = weight.load([w_row, group * 128])
+        elif EVEN:
+            w_tile = tl.load(w_at + group * 128)
+        else:
+            w_tile = tl.load(w_at + group * 128, mask=(group * 128 + k < depth)[None, :], other=0.0)
+        if SWAP:
+            total += tl.dot(w_tile, x_tile.T) * (x_scale * w_scale)[None, :]
+        else:
+            total += tl.dot(x_tile, w_tile.T) * (x_scale * w_scale)[:, None]
+        x_scale = next_x_scale
+        w_scale = next_w_scale
+    return total
+
+
+@triton.jit(do_not_specialize=["tiles", "total_pairs", "xs_stride", "ws_stride", "ws_expert"])
+def _product(x, x_scales, weight, w_scales, out, routed, pairs, experts, filled, tiles, total_pairs, columns, depth,
+             x_stride, xs_stride, ws_expert, ws_stride,
+             PER_TOKEN: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+             SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr):
+    """out[pair] = x[pair // PER_TOKEN] W_expert^T, times the pair's routing weight where ``WEIGHTED``."""
+    tile = tl.program_id(0) % tiles
+    if tile * BLOCK_M >= tl.load(filled):
+        return
+    first = tl.program_id(0) // tiles * BLOCK_N
+    pair = tl.load(pairs + tile * BLOCK_M + tl.arange(0, BLOCK_M))
+    real = pair < total_pairs
+    n = first + tl.arange(0, BLOCK_N)
+    expert = tl.load(experts + tile).to(tl.int64)
+    k = tl.arange(0, 128)
+    row = tl.where(real, pair // PER_TOKEN, 0)
+    x_at = x + row.to(tl.int64)[:, None] * x_stride + k[None, :]
+    w_at = weight
+    if not TMA:
+        w_at = weight + (expert * columns + tl.where(n < columns, n, 0))[:, None] * depth + k[None, :]
+    ws_at = w_scales + expert * ws_expert + first // 128 * ws_stride
+    total = _depth(first, columns, depth, x_at, x_scales + row, xs_stride, w_at, weight,
+                   (expert * columns + first).to(tl.int32), ws_at, k, BLOCK_M, BLOCK_N, SWAP, TMA, EVEN)
+    if SWAP:
+        total = total.T
+    if WEIGHTED:
+        total *= tl.load(routed + pair, mask=real, other=0.0)[:, None]
+    out_at = out + pair.to(tl.int64)[:, None] * columns + n[None, :]
+    tl.store(out_at, total.to(out.dtype.element_ty), mask=real[:, None] & (n < columns)[None, :])
+
+
+@triton.jit(do_not_specialize=["tiles", "total_pairs", "xs_stride", "ws_stride", "ws_expert",
+                               "scale_stride"])
+def _gated(x, x_scales, weight, w_scales, values, scales, pairs, experts, filled, tiles, total_pairs,
+           inter, depth, x_stride, xs_stride, ws_expert, ws_stride, scale_stride,
+           PER_TOKEN: tl.constexpr, BLOCK_M: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr):
+    """values[pair], scales[pair] = quantised silu(x G^T) * (x U^T), 128 columns a program."""
+    tile = tl.program_id(0) % tiles
+    if tile * BLOCK_M >= tl.load(filled):
+        return
+    first = tl.program_id(0) // tiles * 128
+    pair = tl.load(pairs + tile * BLOCK_M + tl.arange(0, BLOCK_M))
+    real = pair < total_pairs
+    expert = tl.load(experts + tile).to(tl.int64)
+    k = tl.arange(0, 128)
+    row = tl.where(real, pair // PER_TOKEN, 0)
+    x_at = x + row.to(tl.int64)[:, None] * x_stride + k[None, :]
+    xs_at = x_scales + row
+    gate_row = expert * 2 * inter + first
+    up_row = gate_row + inter
+    gate_at = weight
+    up_at = weight
+    if not TMA:
+        gate_at = weight + (gate_row + tl.arange(0, 128))[:, None] * depth + k[None, :]
+        up_at = gate_at + inter * depth
+    gs_at = w_scales + expert * ws_expert + first // 128 * ws_stride
+    us_at = gs_at + inter // 128 * ws_stride
+    groups = tl.cdiv(depth, 128)
+    x_scale, gate_scale, up_scale = tl.load(xs_at), tl.load(gs_at), tl.load(us_at)
+    if SWAP:
+        gate = tl.zeros((128, BLOCK_M), tl.float32)
+        up = tl.zeros((128, BLOCK_M), tl.float32)
+    else:
+        gate = tl.zeros((BLOCK_M, 128), tl.float32)
+        up = tl.zeros((BLOCK_M, 128), tl.float32)
+    for group in range(groups):
+        ahead = tl.minimum(group + 1, groups - 1)
+        next_x_scale = tl.load(xs_at + ahead * xs_stride)
+        next_gate_scale, next_up_scale = tl.load(gs_at + ahead), tl.load(us_at + ahead)
+        if EVEN:
+            x_tile = tl.load(x_at + group * 128)
+        else:
+            x_tile = tl.load(x_at + group * 128, mask=(group * 128 + k < depth)[None, :], other=0.0)
+        if TMA:
+            gate_tile = weight.load([gate_row.to(tl.int32), group * 128])
+            up_tile = weight.load([up_row.to(tl.int32), group * 128])
+        elif EVEN:
+            gate_tile = tl.load(gate_at + group * 128)
+            up_tile = tl.load(up_at + group * 128)
+        else:
+            inside = (group * 128 + k < depth)[None, :]
+            gate_tile = tl.load(gate_at + group * 128, mask=inside, other=0.0)
+            up_tile = tl.load(up_at + group * 128, mask=inside, other=0.0)
+        if SWAP:
+            gate += tl.dot(gate_tile, x_tile.T) * (x_scale * gate_scale)[None, :]
+            up += tl.dot(up_tile, x_tile.T) * (x_scale * up_scale)[None, :]
+        else:
+            gate += tl.dot(x_tile, gate_tile.T) * (x_scale * gate_scale)[:, None]
+            up += tl.dot(x_tile, up_tile.T) * (x_scale * up_scale)[:, None]
+        x_scale, gate_scale, up_scale = next_x_scale, next_gate_scale, next_up_scale
+    inner = gate / (1.0 + tl.exp(-gate)) * up
+    if SWAP:
+        inner = inner.T
+    stored, scale = fp8_quant.quantize_rows(inner)
+    n = first + tl.arange(0, 128)
+    at = pair.to(tl.int64)
+    tl.store(values + at[:, None] * inter + n[None, :], stored, mask=real[:, None])
+    tl.store(scales + first // 128 * scale_stride + at, scale, mask=real)
+
+
+def rule(tokens: int, per_token: int, experts: int) -> Config:
+    """A configuration for a problem that nobody has tuned, by the rows that an expert gets."""
+    rows = tokens * per_token / experts
+    if rows <= 64:
+        block = 16 if rows <= 8 else 32 if rows <= 16 else 64
+        each = {"SWAP": True, "TMA": True, "num_warps": 4, "num_stages": 4}
+    else:
+        block, each = 128, {"SWAP": False, "TMA": True, "num_warps": 8, "num_stages": 3}
+    return {"BLOCK_M": block, "FUSE": block < 128, "first": {**each, "BLOCK_N": 128},
+            "second": {**each, "BLOCK_N": 128}}
+
+
+@lru_cache(maxsize=4096)
+def config_for(tokens: int, per_token: int, experts: int, inter: int, hidden: int) -> Config:
+    """``first`` and ``second`` product, rows a tile (``BLOCK_M``), and whether the first activates (``FUSE``)."""
+    name = tuned.file_name(f"E={experts},N={inter},H={hidden}", DTYPE, (BLOCK, BLOCK))
+    found = tuned.table(name)
+    return rule(tokens, per_token, experts) if found is None else tuned.nearest(found, tokens)
+
+
+def _held(weight: Tensor, block_n: int, tma: bool) -> Tensor | TensorDescriptor:
+    """weight [E, N, K] for a kernel: itself, or a descriptor of [E * N, K]."""
+    if not tma:
+        return weight
+    rows, depth = weight.shape[0] * weight.shape[1], weight.shape[2]
+    return TensorDescriptor(weight, [rows, depth], [depth, 1], [block_n, BLOCK])
+
+
+def _launch(config: Config, depth: int, columns: int, order: Alignment) -> tuple[int, dict[str, Any]]:
+    """Programs and compile-time arguments of one product."""
+    tiles = order.expert_of_block.shape[0]
+    options = {**config, "BLOCK_M": order.sorted_pairs.shape[0] // tiles, "EVEN": depth % BLOCK == 0,
+               "TMA": config["TMA"] and depth % 16 == 0 and columns % config["BLOCK_N"] == 0}
+    return tiles * triton.cdiv(columns, config["BLOCK_N"]), options
+
+
+def product(x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, order: Alignment, pairs: int, per_token: int,
+            dtype: torch.dtype, config: Config, routed: Tensor | None = None) -> Tensor:
+    """[pairs, N] of x [pairs / per_token, K] and weight [E, N, K]; times ``routed`` float32 [pairs] where given."""
+    _, columns, depth = weight.shape
+    out = torch.empty(pairs, columns, dtype=dtype, device=x.device)
+    programs, options = _launch(config, depth, columns, order)
+    _product[(programs,)](
+        x, x_scales, _held(weight, config["BLOCK_N"], options["TMA"]), w_scales, out,
+        x_scales if routed is None else routed, *order, order.expert_of_block.shape[0], pairs, columns, depth,
+        x.stride(0), x_scales.stride(1), w_scales.stride(0), w_scales.stride(1),
+        PER_TOKEN=per_token, WEIGHTED=routed is not None, **options)
+    return out
+
+
+def gated_product(x: Tensor, x_scales: Tensor, w13: Tensor, scales13: Tensor, order: Alignment, pairs: int,
+                  per_token: int, config: Config) -> tuple[Tensor, Tensor]:
+    """Quantised silu(gate) * up of every pair: E4M3 [pairs, I] and scales. I must be a multiple of 128."""
+    inter, depth = w13.shape[1] // 2, w13.shape[2]
+    values, scales = fp8_quant.empty_quantized(pairs, inter, x.device)
+    programs, options = _launch({**config, "BLOCK_N": BLOCK}, depth, inter, order)
+    del options["BLOCK_N"]
+    _gated[(programs,)](
+        x, x_scales, _held(w13, BLOCK, options["TMA"]), scales13, values, scales, *order,
+        order.expert_of_block.shape[0], pairs, inter, depth, x.stride(0), x_scales.stride(1), scales13.stride(0),
+        scales13.stride(1), scales.stride(1), PER_TOKEN=per_token, **options)
+    return values, scales
+
+
+def experts(x: Tensor, x_scales: Tensor, w13: Tensor, scales13: Tensor, w2: Tensor, scales2: Tensor, order: Alignment,
+            ids: Tensor, weights: Tensor, dtype: torch.dtype, config: Config) -> Tensor:
+    """x [T, H] quantised, ids and weights float32 [T, K] -> [T, H]. ``order`` is of ``ids`` in tiles of ``BLOCK_M``."""
+    per_token, pairs = ids.shape[1], ids.numel()
+    if config["FUSE"]:
+        inner, inner_scales = gated_product(x, x_scales, w13, scales13, order, pairs, per_token, config["first"])
+    else:
+        hidden = product(x, x_scales, w13, scales13, order, pairs, per_token, dtype, config["first"])
+        inner, inner_scales = fp8_quant.silu_and_mul(hidden)
+    return moe_sum(product(inner, inner_scales, w2, scales2, order, pairs, 1, dtype, config["second"], weights), ids)

@@ -1,0 +1,142 @@
+"""Who multiplies in block FP8: libraries and our own kernel behind one small protocol, chosen by measurement.
+
+Operands are as in ``kernels/triton/fp8_gemm.py``. A library is looked for when it is first asked, never on import.
+"""
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+import glowplug.kernels
+
+BLOCK = 128
+CONFIGS = Path(str(glowplug.kernels.__file__)).parent / "configs"
+_log = logging.getLogger(__name__)
+
+
+class Gemm(Protocol):
+    """One provider.
+
+    Attributes:
+        name: as in options and tables.
+        pads: it wants the weight's rows filled up to whole blocks, and its result has as many columns.
+    """
+
+    name: str
+    pads: bool
+
+    def missing(self) -> str:
+        """Why it cannot be used here; "": it can."""
+        ...
+
+    def fits(self, rows: int, columns: int, depth: int) -> bool: ...
+
+    def __call__(self, x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """x E4M3 [M, K], weight E4M3 [N, K] -> [M, N] in ``dtype``."""
+        ...
+
+
+class _Library:
+    """What providers from a library share: import once, remember why it failed."""
+
+    name = ""
+    module = ""
+    function = ""
+    pads = False
+
+    def __init__(self) -> None:
+        self._call: Any = None
+        self._missing: str | None = None
+
+    def missing(self) -> str:
+        if self._missing is None:
+            self._missing = self._find()
+        return self._missing
+
+    def _find(self) -> str:
+        try:
+            self._call = getattr(importlib.import_module(self.module), self.function)
+        except Exception as error:  # NOTE: on a machine without its card a library raises anything, not ImportError.
+            return f"{self.module}.{self.function}: {type(error).__name__}: {error}"
+        return ""
+
+
+class TritonGemm(_Library):
+    """Our own kernel: every shape, and scales of single rows."""
+
+    name, module, function = "triton", "glowplug.kernels.triton.fp8_gemm", "gemm"
+
+    def fits(self, rows: int, columns: int, depth: int) -> bool:
+        return True
+
+    def __call__(self, x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> Tensor:
+        out: Tensor = self._call(x, x_scales, weight, w_scales, dtype)
+        return out
+
+
+class DeepGemm(_Library):
+    """DeepGEMM (DeepSeek-AI, 2025): compiles a kernel at the first use of a shape."""
+
+    name, module, function = "deep_gemm", "deep_gemm", "fp8_gemm_nt"
+
+    def fits(self, rows: int, columns: int, depth: int) -> bool:
+        return depth % BLOCK == 0 and columns % 16 == 0
+
+    def __call__(self, x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.bfloat16, device=x.device)
+        self._call((x, x_scales), (weight, w_scales), out)
+        return out.to(dtype)
+
+
+class Cutlass(_Library):
+    """CUTLASS as sgl_kernel builds it."""
+
+    name, module, function = "cutlass", "sgl_kernel", "fp8_blockwise_scaled_mm"
+    pads = True
+
+    def fits(self, rows: int, columns: int, depth: int) -> bool:
+        return depth % BLOCK == 0 and rows % 4 == 0
+
+    def __call__(self, x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> Tensor:
+        out: Tensor = self._call(x, weight.t(), x_scales, w_scales.t(), dtype)
+        return out
+
+
+class Cublas(_Library):
+    """cuBLASLt's block scaling through torch."""
+
+    name, module, function = "cublas", "torch", "_scaled_mm"
+    pads = True
+
+    def fits(self, rows: int, columns: int, depth: int) -> bool:
+        return depth % (4 * BLOCK) == 0 and rows % 4 == 0
+
+    def __call__(self, x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> Tensor:
+        out: Tensor = self._call(x, weight.t(), x_scales, w_scales.t(), out_dtype=dtype)
+        return out
+
+
+class Flashinfer(_Library):
+    """flashinfer's kernels for SM90: compiled for a minute at the first use."""
+
+    name, module, function = "flashinfer", "flashinfer.gemm", "fp8_blockscale_gemm_sm90"
+
+    def fits(self, rows: int, columns: int, depth: int) -> bool:
+        return depth % BLOCK == 0 and columns % 64 == 0
+
+    def __call__(self, x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.bfloat16, device=x.device)
+        self._call(x, weight, x_scales.contiguous(), w_scales, out=out)
+        return out.to(dtype)
+
+
+#: in the order tried for shapes that nobody has measured; the last one takes anything
+PROVIDERS: tuple[type[_Library], ...] = (DeepGemm, Cutlass, Cublas, Flashinfer, TritonGemm)
+NAMES = tuple(provider.name for provider in PROVIDERS)

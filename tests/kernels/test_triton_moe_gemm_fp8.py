@@ -1,0 +1,120 @@
+"""Routed experts in FP8 against dequantised float32 products; ids elsewhere, uneven loads, ragged depth."""
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from glowplug.kernels import fp8  # noqa: E402
+from glowplug.kernels.activation import silu_and_mul  # noqa: E402
+from glowplug.kernels.triton import fp8_quant, moe_gemm_fp8  # noqa: E402
+from glowplug.kernels.triton.moe_align import align  # noqa: E402
+
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+#: inner activations beside a rounding boundary may fall either way; the interpreter casts some of them wrongly
+TOLERANCE = 1.5e-2 if DEVICE == "cuda" else 0.12
+EACH = {"BLOCK_N": 128, "SWAP": True, "TMA": False, "num_warps": 4, "num_stages": 3}
+FUSED = {"BLOCK_M": 16, "FUSE": True, "first": EACH, "second": EACH}
+APART = {"BLOCK_M": 16, "FUSE": False, "first": {**EACH, "SWAP": False}, "second": {**EACH, "SWAP": False}}
+TMA = {"BLOCK_M": 16, "FUSE": True, "first": {**EACH, "TMA": True}, "second": {**EACH, "TMA": True}}
+CONFIGS = {"fused": FUSED, "apart": APART, "tma": TMA}
+
+
+class Case:
+    """Random experts and their inputs: x [T, hidden], ids and weights [T, K]."""
+
+    def __init__(self, tokens: int, per_token: int, experts: int, hidden: int, inter: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(tokens, hidden, generator=generator).to(DEVICE, DTYPE)
+        w13 = torch.randn(experts, 2 * inter, hidden, generator=generator) / hidden**0.5
+        w2 = torch.randn(experts, hidden, inter, generator=generator) / inter**0.5
+        self.ids = torch.stack([torch.randperm(experts, generator=generator)[:per_token]
+                                for _ in range(tokens)]).to(torch.int32).to(DEVICE)
+        self.weights = torch.rand(tokens, per_token, generator=generator).to(DEVICE)
+        self.w13, self.scales13 = self.stored(w13)
+        self.w2, self.scales2 = self.stored(w2)
+
+    @staticmethod
+    def stored(weight: Tensor) -> tuple[Tensor, Tensor]:
+        pairs = [fp8.quantize_weight(each.to(DEVICE)) for each in weight]
+        return torch.stack([pair[0] for pair in pairs]), torch.stack([pair[1] for pair in pairs])
+
+    def wanted(self) -> Tensor:
+        rounded = fp8.fake_quantize_tokens(self.x.float())
+        out = torch.zeros(self.x.shape, device=DEVICE)
+        for expert in range(self.w13.shape[0]):
+            token, slot = (self.ids == expert).nonzero(as_tuple=True)
+            w13 = fp8.dequantize_weight(self.w13[expert], self.scales13[expert], torch.float32)
+            w2 = fp8.dequantize_weight(self.w2[expert], self.scales2[expert], torch.float32)
+            inner = fp8.fake_quantize_tokens(silu_and_mul(rounded[token] @ w13.t()))
+            out.index_add_(0, token, inner @ w2.t() * self.weights[token, slot, None])
+        return out
+
+    def quantized(self) -> tuple[Tensor, Tensor]:
+        if DEVICE == "cuda":
+            return fp8_quant.quantize(self.x)
+        values, scales = fp8.quantize_tokens(self.x)
+        return values, scales.t().contiguous().t()
+
+    def found(self, config: dict[str, Any]) -> Tensor:
+        return moe_gemm_fp8.experts(
+            *self.quantized(), self.w13, self.scales13, self.w2, self.scales2,
+            align(self.ids, self.w13.shape[0], config["BLOCK_M"]), self.ids, self.weights, DTYPE, config)
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    assert torch.isfinite(found).all()
+    assert (found.float() - wanted).norm() <= TOLERANCE * wanted.norm()
+
+
+@pytest.mark.parametrize("swap", [True, False])
+@pytest.mark.parametrize("hidden", [256, 200])
+def test_one_product(swap: bool, hidden: int) -> None:
+    case = Case(5, 2, 4, hidden, 192, seed=hidden)
+    x, scales = case.quantized()
+    found = moe_gemm_fp8.product(x, scales, case.w13, case.scales13, align(case.ids, 4, 16), 10, 2, DTYPE,
+                                 {**EACH, "SWAP": swap, "BLOCK_N": 64}, case.weights)
+    for pair, expert in enumerate(case.ids.flatten().tolist()):
+        token = slice(pair // 2, pair // 2 + 1)
+        wanted = fp8.block_scaled_mm(x[token], scales[token], case.w13[expert], case.scales13[expert])
+        wanted = wanted[0] * case.weights.flatten()[pair]
+        assert (found[pair].float() - wanted).norm() <= (5e-3 if DEVICE == "cuda" else 1e-5) * wanted.norm()
+
+
+@pytest.mark.parametrize("config", list(CONFIGS))
+@pytest.mark.parametrize("tokens, hidden, inter", [(1, 256, 128), (5, 128, 256)])
+def test_experts(config: str, tokens: int, hidden: int, inter: int) -> None:
+    case = Case(tokens, 2, 4, hidden, inter, seed=tokens)
+    close(case.found(CONFIGS[config]), case.wanted())
+
+
+def test_experts_elsewhere_count_for_nothing() -> None:
+    case = Case(6, 2, 3, 128, 128, seed=9)
+    case.ids[2] = -1
+    case.ids[4, 0] = -1
+    found = case.found(FUSED)
+    close(found, case.wanted())
+    assert not found[2].any()
+
+
+def test_ragged_depth() -> None:
+    case = Case(3, 2, 3, 200, 128, seed=3)
+    close(case.found(FUSED), case.wanted())
+    close(case.found(APART), case.wanted())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 7, 33, 200, 700])
+def test_the_rule_on_a_device(tokens: int) -> None:
+    for seed in (0, 1):
+        case = Case(tokens, 5, 17, 1024, 384, seed)
+        rule = moe_gemm_fp8.rule(tokens, 5, 17)
+        close(case.found(dict(rule)), case.wanted())
