@@ -47,6 +47,7 @@ class Batch:
     kv_lens_device: Any = None  #: torch int32 [B]
     query_starts: Any = None  #: torch int32 [B + 1] prefix sums of query_lens
     page_table: Any = None  #: torch int32 [B, P]
+    tree_mask: Any = None  #: torch int64 [D, W]: bit j of a token: it sees its row's own token j; None: causal
     logits_index: Any = None  #: torch int64 [N] tokens whose logits are wanted, or None: all of them
     extra: dict[str, Any] = field(default_factory=dict)  #: parallel and speculative plugins' own fields, by plugin
 

@@ -41,6 +41,7 @@ DEFAULT_PLUGINS = (
     "glowplug.models.families",
     "glowplug.plugins.weights.safetensors",
     "glowplug.plugins.weights.random",
+    "glowplug.plugins.attention.triton_mla",
     "glowplug.plugins.attention.torch_mla",
     "glowplug.plugins.attention.torch_mha",
     "glowplug.plugins.quantization.none",

@@ -119,3 +119,24 @@ def paged_latent_reference(query: Tensor, kv: Tensor, page_table: Tensor, kv_len
                 weights = torch.softmax(query[index].double() @ keys[seen].T * scale, dim=-1)
                 out[index] = weights @ keys[seen, :lora]
     return out
+
+
+def ragged_reference(q: Tensor, k: Tensor, v: Tensor, q_lens: list[int], k_lens: list[int], scale: float,
+                     causal: bool) -> tuple[Tensor, Tensor]:
+    """Rows of q [n, H, D] over their own rows of k [m, H, D], v [m, H, V] -> out [n, H, V], lse [n, H], in float64.
+
+    With ``causal`` a row's last query sees all its keys, each one before it one less. A query that sees none has zeros
+    and -inf.
+    """
+    outs, lses = [], []
+    for queries, keys, values in zip(q.double().split(q_lens), k.double().split(k_lens), v.double().split(k_lens)):
+        scores = torch.einsum("thd,mhd->thm", queries, keys) * scale
+        if causal:
+            last = torch.arange(len(queries), device=q.device) + (len(keys) - len(queries))
+            hidden = torch.arange(len(keys), device=q.device) > last.unsqueeze(1)
+            scores = scores.masked_fill(hidden.unsqueeze(1), float("-inf"))
+        lse = torch.logsumexp(scores, dim=-1)
+        weights = torch.exp(scores - lse.unsqueeze(-1)).nan_to_num(0.0)
+        outs.append(torch.einsum("thm,mhv->thv", weights, values))
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses)

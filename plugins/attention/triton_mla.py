@@ -1,0 +1,25 @@
+"""MLA attention by this project's own Triton kernels, on CUDA devices: needs no library beside Triton."""
+from __future__ import annotations
+
+from typing import Literal
+
+from glowplug.core.component import Component, Package
+from glowplug.core.hookspecs import hookimpl
+from glowplug.core.offers import EVERY_MODE_GRAPH, FLOAT_DTYPES, AttentionOffers, Capture, Mode
+from glowplug.core.options import AttentionOptions
+
+
+class TritonMlaOptions(AttentionOptions):
+    use: Literal["triton_mla"] = "triton_mla"
+
+
+@hookimpl
+def register_attention_backends() -> list[Component]:
+    return [Component(
+        name="triton_mla", options=TritonMlaOptions,
+        factory="glowplug.plugins.attention.triton_mla_runtime:TritonMla",
+        requires=(Package("triton", ">=3.5"),),
+        offers=AttentionOffers(
+            devices=frozenset({"cuda"}), kinds=frozenset({"mla"}), kv_dtypes=FLOAT_DTYPES | {"fp8_e4m3"},
+            modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER}, tree=True, first_key=True),
+        summary="latent attention in Triton, of causal chains and trees, with 16 bits or FP8 in the cache")]

@@ -1,0 +1,60 @@
+"""The runtime of ``triton_mla``."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from glowplug.core.batch import Batch
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import MlaLayer, Worker
+from glowplug.kernels.triton.mla_decode import mla_decode, tiling
+from glowplug.kernels.triton.mla_prefill import mla_prefill
+from glowplug.plugins.attention.paged_mla import PagedMla
+from glowplug.plugins.attention.ragged import RaggedCall
+from glowplug.plugins.attention.triton_mla import TritonMlaOptions
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Decoding rows of the step: page_table int32 [R, P], lens int32 [R], tree int64 [R, width] or None."""
+
+    page_table: Tensor
+    lens: Tensor
+    width: int
+    first_key: int
+    tree: Tensor | None
+
+
+class TritonMla(PagedMla):
+    """Both kernels read a step's tensors as they lie, so nothing is prepared and nothing belongs to a slot."""
+
+    def __init__(self, options: TritonMlaOptions, plan: EnginePlan, worker: Worker) -> None:
+        super().__init__(options, plan, worker)
+        self._context = plan.sizes.positions
+        self._rows: _Rows | None = None
+
+    def plan_decode(self, batch: Batch, slot: object | None, first: int, rows: int, width: int) -> None:
+        own = slice(first, first + rows)
+        tree = None if batch.tree_mask is None else batch.tree_mask[own]
+        self._rows = _Rows(batch.page_table[own], batch.kv_lens_device[own], width, batch.first_key, tree)
+
+    def decode(self, query: Tensor, kv: Tensor, scale: float, layer: MlaLayer) -> Tensor:
+        rows = self._rows
+        assert rows is not None
+        cut = tiling(len(rows.lens), rows.width, layer.heads, self._context, query.element_size())
+        return mla_decode(query, kv, rows.page_table, rows.lens, scale, self._page_size, layer.lora_rank, cut,
+                          rows.first_key, rows.tree)
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, k_starts: Tensor, max_q: int, max_k: int,
+                scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+        nope = k.shape[2] - self._rope
+        return mla_prefill(q, k[..., :nope], k[..., nope:], v, q_starts, k_starts, max_q, scale, causal)
+
+    def _call(self, call: RaggedCall, query: Tensor, own: Tensor, kv: Tensor, layer: MlaLayer) -> tuple[Tensor, Tensor]:
+        """As the base's, but the one rotary part of all heads is read as it lies."""
+        keys = own if call.slots is None else self._kernels.gather(kv, call.slots, query.dtype)
+        latent, k_rope = keys.split_with_sizes([layer.lora_rank, layer.rope_dim], dim=-1)
+        k_nope, value = layer.expand(latent)
+        return mla_prefill(query, k_nope, k_rope, value, call.q_starts, call.k_starts, call.max_q, layer.scale,
+                           call.causal)
