@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from glowplug.core.facts import ModelFacts
+from glowplug.core.layers.rope import RopeConfig
 from glowplug.core.memory.pool import TORCH_DTYPES
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import AttentionBackend, Worker
@@ -249,7 +250,8 @@ class MlaSuite(_Suite):
         return (self.heads, self.nope), (self.heads, self.rope)
 
     def facts(self) -> ModelFacts:
-        config = {"qk_nope_head_dim": self.nope, "qk_rope_head_dim": self.rope, "v_head_dim": self.value}
+        config = {"qk_nope_head_dim": self.nope, "qk_rope_head_dim": self.rope, "v_head_dim": self.value,
+                  "rope_scaling": {"type": "yarn", "factor": 40.0, "mscale_all_dim": 0.4}}
         return replace(bare_plan().facts.model, kind="mla", num_heads=self.heads, num_kv_heads=self.heads,
                        head_dim=self.nope + self.rope, kv_lora_rank=self.lora, qk_rope_head_dim=self.rope,
                        num_layers=2, config=config)
@@ -261,8 +263,9 @@ class MlaSuite(_Suite):
         return self._case(self.rounded(w_uk), self.rounded(w_uv))
 
     def _case(self, w_uk: Tensor, w_uv: Tensor) -> MlaCase:
+        scale = RopeConfig.read(self.facts().config).softmax_scale(self.nope + self.rope)
         return MlaCase(w_uk, w_uv, heads=self.heads, nope_dim=self.nope, rope_dim=self.rope, v_dim=self.value,
-                       lora_rank=self.lora, scale=1.28 * (self.nope + self.rope) ** -0.5)
+                       lora_rank=self.lora, scale=scale)
 
     def attend(self, backend: AttentionBackend, layer: MlaCase | MhaCase) -> Callable[..., Tensor]:
         assert isinstance(layer, MlaCase)
@@ -311,5 +314,6 @@ class MhaSuite(_Suite):
 def causal_softmax(scores: Tensor) -> Tensor:
     """scores [H, T, M]: the last query sees all M keys, each one before it one less."""
     count, keys = scores.shape[1:]
-    last_seen = torch.arange(count) + (keys - count)
-    return torch.softmax(scores.masked_fill(torch.arange(keys) > last_seen.unsqueeze(1), float("-inf")), dim=-1)
+    last_seen = torch.arange(count, device=scores.device) + (keys - count)
+    hidden = torch.arange(keys, device=scores.device) > last_seen.unsqueeze(1)
+    return torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)

@@ -1,6 +1,7 @@
 """A paged cache with shuffled pages and NaN wherever no row of the step may look, and batches over it."""
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -60,9 +61,10 @@ class World:
         for name in ("page_table", "kv_lens_device", "query_starts", "slots"):
             setattr(self.batch, name, getattr(self.batch, name).to(device))
 
-    def limits(self) -> Limits:
+    def limits(self, kv: tuple[Mapping[str, Tensor], ...] = ()) -> Limits:
+        """``kv``: the layers' caches, if not the world's own."""
         return Limits(rows=len(self.rows), step_tokens=self.batch.num_tokens, context=4096, page_size=self.page_size,
-                      num_pages=self.num_pages, width=1, vocab=8, kv=(self.pools,))
+                      num_pages=self.num_pages, width=1, vocab=8, kv=kv or (self.pools,))
 
 
 def make_world(rows: list[Row], page_size: int, seed: int, spare_columns: int = 0) -> World:

@@ -19,9 +19,9 @@ def _put(target, value, FP8: tl.constexpr, inside):
 
 
 @triton.jit(do_not_specialize=["decode", "heads"])
-def _prologue(query, compressed, weight, cos_sin, cache, slots, absorbed, own, decode, eps,
-              query_token, query_head, compressed_token, cos_token, cache_slot, absorbed_token, absorbed_head, own_token,
-              heads, NOPE: tl.constexpr, LORA: tl.constexpr, HALF: tl.constexpr, LORA_BLOCK: tl.constexpr,
+def _prologue(query, compressed, weight, cos_sin, cache, slots, absorbed, own, decode, eps, query_token, query_head,
+              compressed_token, cos_token, cache_slot, absorbed_token, absorbed_head, own_token, heads,
+              NOPE: tl.constexpr, LORA: tl.constexpr, HALF: tl.constexpr, LORA_BLOCK: tl.constexpr,
               HALF_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, FP8: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)

@@ -8,9 +8,9 @@ from glowplug.core.batch import Batch
 from glowplug.core.options import AttentionOptions
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import AttentionBackend, MlaLayer, Worker
-from glowplug.core.testing.attention_suite import MlaSuite
 from glowplug.kernels import mha
 from glowplug.plugins.attention.paged_mla import PagedMla
+from tests.contract.gpu_mla import ProjectedSuite
 
 
 class PlainMla(PagedMla):
@@ -40,9 +40,7 @@ class PlainMla(PagedMla):
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
 
-class TestPagedMla(MlaSuite):
-    merged = True
-
+class TestPagedMla(ProjectedSuite):
     def make(self, plan: EnginePlan, worker: Worker) -> AttentionBackend:
         return PlainMla(AttentionOptions(use="plain"), plan, worker)
 

@@ -1,0 +1,26 @@
+"""Latent attention by FlashAttention-3 of sgl_kernel, on Hopper."""
+from __future__ import annotations
+
+from typing import Literal
+
+from glowplug.core.component import Component, Package
+from glowplug.core.hookspecs import hookimpl
+from glowplug.core.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
+from glowplug.core.options import AttentionOptions
+from glowplug.plugins.attention.library import HOPPER, SGL_KERNEL, SIXTEEN_BITS, check_kv_is_compute
+
+
+class Fa3MlaOptions(AttentionOptions):
+    use: Literal["fa3_mla"] = "fa3_mla"
+
+
+@hookimpl
+def register_attention_backends() -> list[Component]:
+    return [Component(
+        name="fa3_mla", options=Fa3MlaOptions, check=check_kv_is_compute("fa3_mla"),
+        factory="glowplug.plugins.attention.fa3_mla_runtime:Fa3Mla",
+        requires=(Package(SGL_KERNEL, ">=0.4.2"),),
+        offers=AttentionOffers(
+            kinds=frozenset({"mla"}), devices=frozenset({"cuda"}), compute=HOPPER, dtypes=SIXTEEN_BITS,
+            kv_dtypes=SIXTEEN_BITS, first_key=True, modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER}),
+        summary="latent attention by FlashAttention-3 (sgl_kernel), Hopper")]

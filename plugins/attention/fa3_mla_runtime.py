@@ -1,0 +1,59 @@
+"""The runtime of ``fa3_mla``."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from sgl_kernel.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+from torch import Tensor
+
+from glowplug.core.batch import Batch
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import MlaLayer, Worker
+from glowplug.plugins.attention.fa3_mla import Fa3MlaOptions
+from glowplug.plugins.attention.paged_mla import PagedMla
+from glowplug.plugins.attention.slot_buffers import SlotBuffers, shifted
+
+
+@dataclass(eq=False)
+class _Decode:
+    """``page``: tokens a page of ``table`` int32 [rows, pages]; ``lens`` int32 [rows]: keys of each row."""
+
+    rows: int
+    page: int
+    table: Tensor
+    lens: Tensor
+
+
+class Fa3Mla(PagedMla):
+    """Queries' rotary parts as ``q``, absorbed parts as ``qv``; keys and values are two views of the cache."""
+
+    def __init__(self, options: Fa3MlaOptions, plan: EnginePlan, worker: Worker) -> None:
+        super().__init__(options, plan, worker)
+        self._buffers = SlotBuffers()
+        self._decode: _Decode | None = None
+
+    def plan_decode(self, batch: Batch, slot: object | None, first: int, rows: int, width: int) -> None:
+        table, lens = batch.page_table[first : first + rows], batch.kv_lens_device[first : first + rows]
+        page = self._page_size
+        if batch.first_key:
+            page, (table, lens) = 1, self._buffers.keep(slot, shifted(table, lens, batch.first_key, page))
+        self._decode = _Decode(rows, page, table, lens)
+
+    def decode(self, query: Tensor, kv: Tensor, scale: float, layer: MlaLayer) -> Tensor:
+        step = self._decode
+        assert step is not None
+        query = query.view(step.rows, -1, *query.shape[1:])
+        cache = kv.view(-1, step.page, 1, kv.shape[1])
+        out = flash_attn_with_kvcache(
+            q=query[..., self._lora :], k_cache=cache[..., self._lora :], v_cache=cache[..., : self._lora],
+            qv=query[..., : self._lora], cache_seqlens=step.lens, page_table=step.table, softmax_scale=scale,
+            causal=query.shape[1] > 1)
+        return torch.flatten(out, 0, 1)
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, k_starts: Tensor, max_q: int, max_k: int,
+                scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q=q_starts, cu_seqlens_k=k_starts, max_seqlen_q=max_q, max_seqlen_k=max_k,
+            softmax_scale=scale, causal=causal, return_softmax_lse=True)
+        return out, lse.t()

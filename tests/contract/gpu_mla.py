@@ -1,0 +1,161 @@
+"""The attention suite at DeepSeek's sizes on a GPU, and what is asked of a backend there beyond it: projections taken
+as they come, and decoding steps replayed from a graph."""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from glowplug.core.batch import Batch
+from glowplug.core.protocols import AttentionBackend, RopeRows
+from glowplug.core.testing.attention_suite import MhaCase, MlaCase, MlaSuite
+from glowplug.core.testing.paged_world import Row, World, make_world, random_rows
+from glowplug.kernels import rope
+from glowplug.kernels.norm import rms_norm_reference
+
+EPS = 1e-6
+
+
+class ProjectedSuite(MlaSuite):
+    """``mla_projected`` gives what ``mla`` gives of the normed and rotated projections."""
+
+    merged = True
+
+    def test_projections_are_taken_as_they_come(self) -> None:
+        for seed, interleaved in enumerate((True, False, True)):
+            rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+            rows = random_rows(rng, self.page_size, width=min(1 + seed, self.max_width))
+            world = make_world(rows, self.page_size, seed)
+            self.arguments(world, generator)
+            there, projected = self.there(self.layer(generator)), Projections(self, world.batch.num_tokens, seed)
+            world.move(self.device, self.cached)
+            latent, k_rope, q_nope, q_rope = projected.done(interleaved)
+            outs, pools = [], []
+            for taken in (False, True):
+                backend = self.backend(self.page_size)
+                world.pools = {"kv": world.pools["kv"].clone()}
+                backend.reserve(world.limits())
+                backend.plan_step(world.batch, None)
+                outs.append(projected.give(backend, interleaved, there) if taken else
+                            backend.mla(q_nope, q_rope, latent, k_rope, there))
+                pools.append(world.pools["kv"].float().cpu())
+            torch.testing.assert_close(outs[1], outs[0], rtol=10 * self.error, atol=10 * self.error)
+            torch.testing.assert_close(pools[1], pools[0], rtol=2 * self.error, atol=2 * self.error, equal_nan=True)
+
+    def there(self, layer: MlaCase) -> MlaCase:
+        return self._case(layer.w_uk.to(self.device, self.dtype), layer.w_uv.to(self.device, self.dtype))
+
+
+class Projections:
+    """Random projections of a step, as views of one tensor, and what is made of them by the references."""
+
+    def __init__(self, suite: MlaSuite, tokens: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(100 + seed)
+        self.shape = tokens, suite.heads, suite.nope + suite.rope
+        size, self.lora, self.nope = suite.heads * (suite.nope + suite.rope), suite.lora, suite.nope
+        wide = torch.randn(tokens, size + suite.lora + suite.rope, generator=generator)
+        self.wide = wide.to(suite.device, suite.dtype)
+        self.weight = torch.randn(suite.lora, generator=generator).to(suite.device, suite.dtype)
+        table = rope.cos_sin_table(rope.inverse_frequencies(suite.rope, 10000.0)[0], 1.0, 500)
+        self.cos_sin = table[torch.randint(500, (tokens,), generator=generator)].to(suite.device)
+
+    def views(self) -> tuple[Tensor, Tensor]:
+        size = self.shape[1] * self.shape[2]
+        return self.wide[:, :size].view(self.shape), self.wide[:, size:]
+
+    def done(self, interleaved: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        query, compressed = self.views()
+        k_rope = rope.rotate_reference(compressed[:, None, self.lora :], self.cos_sin, interleaved)[:, 0]
+        q_rope = rope.rotate_reference(query[..., self.nope :], self.cos_sin, interleaved)
+        latent = rms_norm_reference(compressed[:, : self.lora], self.weight, EPS)
+        return latent, k_rope, query[..., : self.nope].clone(), q_rope
+
+    def give(self, backend: AttentionBackend, interleaved: bool, layer: MlaCase) -> Tensor:
+        """The backend may overwrite the query, so it gets a copy."""
+        kept, self.wide = self.wide, self.wide.clone()
+        out = backend.mla_projected(*self.views(), self.weight, EPS, RopeRows(self.cos_sin, interleaved), layer)
+        self.wide = kept
+        return out
+
+
+class GpuMlaSuite(ProjectedSuite):
+    """bf16 at DeepSeek-V2-Lite's sizes."""
+
+    device, dtype, error = "cuda", torch.bfloat16, 1e-2
+    heads, nope, rope, value, lora = 16, 128, 64, 128, 512
+    page_sizes = (1, 16, 64)
+    page_size = 64
+    capture_widths: tuple[int, ...] = (1, 3)
+    most_keys = 64  #: so that prefixes are attended in pieces, too
+
+    def definition(self, queries: list[Tensor], history: list[Tensor], layer: MlaCase | MhaCase) -> Tensor:
+        """On the device, which computes in float64 faster."""
+        assert isinstance(layer, MlaCase)
+        there = self._case(layer.w_uk.to(self.device), layer.w_uv.to(self.device))
+        moved = [[x.to(self.device) for x in given] for given in (queries, history)]
+        return super().definition(*moved, there).cpu()
+
+    @pytest.mark.parametrize("first_key", [0, 1])
+    def test_a_graph_replays_decoding_steps(self, first_key: int) -> None:
+        """Captured over rows that are all padding, replayed with other lengths, pages and tokens each time."""
+        if first_key and not self.first_key:
+            pytest.skip("this backend reads every position")
+        for width in self.capture_widths:
+            generator = torch.Generator().manual_seed(width)
+            layer, backend, slot = self.there(self.layer(generator)), self.backend(self.page_size), object()
+            worlds = [self.decoding(number, width, first_key) for number in range(3)]
+            pool = torch.cat([world.pools["kv"] for world in worlds])
+            backend.reserve(worlds[0].limits(({"kv": pool},)))
+            static = self.padded(worlds[0].batch, width, first_key)
+            given = Projections(self, static.num_tokens, 0)
+            backend.plan_step(static, slot)
+            given.give(backend, True, layer)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = given.give(backend, True, layer)
+            offset = 0
+            for number, world in enumerate(worlds):
+                fresh = Projections(self, static.num_tokens, number)
+                given.wide.copy_(fresh.wide)
+                given.cos_sin.copy_(fresh.cos_sin)
+                self.refill(static, world.batch, offset, self.page_size)
+                backend.plan_step(static, slot)
+                graph.replay()
+                replayed = out.clone()
+                assert torch.isfinite(replayed).all()
+                backend.plan_step(static, None)
+                eager = given.give(backend, True, layer)
+                torch.testing.assert_close(replayed, eager, rtol=self.error, atol=self.error)
+                offset += world.num_pages
+
+    def decoding(self, seed: int, width: int, first_key: int) -> World:
+        lengths = np.random.default_rng(seed).integers(1, 700, 4)
+        world = make_world([Row(int(n) + width + first_key, width) for n in lengths], self.page_size, seed, 12)
+        world.batch.first_key = first_key
+        world.fill("kv", (self.lora + self.rope,), torch.Generator().manual_seed(seed), self.cached)
+        world.move(self.device, self.cached)
+        return world
+
+    def padded(self, like: Batch, width: int, first_key: int) -> Batch:
+        """A slot's batch of six rows, all of them padding so far."""
+        world = make_world([Row(width + first_key, width) for _ in range(6)], self.page_size, 0)
+        world.move(self.device, self.cached)
+        batch = world.batch
+        batch.first_key = first_key
+        batch.pages = np.zeros((6, 24), np.int32)
+        batch.page_table = torch.zeros(6, 24, dtype=torch.int32, device=self.device)
+        batch.slots.zero_()
+        return batch
+
+    @staticmethod
+    def refill(static: Batch, batch: Batch, offset: int, page_size: int) -> None:
+        """Put the rows of ``batch`` first, their pages ``offset`` further on; the last rows stay padding."""
+        rows, tokens, columns = batch.num_rows, batch.num_tokens, batch.page_table.shape[1]
+        moved = batch.page_table + offset * (batch.page_table > 0)
+        static.page_table[:rows, :columns] = moved[:, : static.page_table.shape[1]]
+        static.pages[:] = static.page_table.cpu().numpy()
+        static.kv_lens_device[:rows] = batch.kv_lens_device
+        static.kv_lens[:rows] = batch.kv_lens
+        static.slots[:tokens] = batch.slots + offset * page_size

@@ -1,0 +1,67 @@
+"""The libraries' latent-attention backends pass the attention slot's suite on Hopper."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import AttentionBackend, Worker
+from tests.contract.gpu_mla import GpuMlaSuite
+
+pytestmark = pytest.mark.gpu
+HERE = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+@pytest.mark.skipif(not HERE, reason="needs a Hopper GPU")
+class TestFa3(GpuMlaSuite):
+    def make(self, plan: EnginePlan, worker: Worker) -> AttentionBackend:
+        pytest.importorskip("sgl_kernel")
+        from glowplug.plugins.attention.fa3_mla import Fa3MlaOptions
+        from glowplug.plugins.attention.fa3_mla_runtime import Fa3Mla
+
+        made = Fa3Mla(Fa3MlaOptions(), plan, worker)
+        made._most_keys = self.most_keys
+        return made
+
+
+class TestFa3AtV3Heads(TestFa3):
+    heads, page_sizes, capture_widths, most_keys = 128, (64,), (1, 2), 1 << 20
+
+
+@pytest.mark.skipif(not HERE, reason="needs a Hopper GPU")
+class TestFlashMla(GpuMlaSuite):
+    page_sizes, first_key = (64,), False
+
+    def make(self, plan: EnginePlan, worker: Worker) -> AttentionBackend:
+        pytest.importorskip("sgl_kernel")
+        from glowplug.plugins.attention.flashmla import FlashMlaOptions
+        from glowplug.plugins.attention.flashmla_runtime import FlashMla
+
+        made = FlashMla(FlashMlaOptions(), plan, worker)
+        made._most_keys = self.most_keys
+        return made
+
+
+class TestFlashMlaAtV3Heads(TestFlashMla):
+    heads, capture_widths, most_keys = 128, (1, 2), 1 << 20
+
+
+@pytest.mark.skipif(not HERE, reason="needs a Hopper GPU")
+class TestFlashInfer(GpuMlaSuite):
+    max_width, capture_widths, first_key = 1, (1,), False
+
+    def make(self, plan: EnginePlan, worker: Worker) -> AttentionBackend:
+        pytest.importorskip("flashinfer")
+        from glowplug.plugins.attention.flashinfer_mla import FlashInferMlaOptions
+        from glowplug.plugins.attention.flashinfer_mla_runtime import FlashInferMla
+
+        made = FlashInferMla(FlashInferMlaOptions(), plan, worker)
+        made._most_keys = self.most_keys
+        return made
+
+    def test_lengths_known_on_the_device_only(self) -> None:
+        pytest.skip("it plans with the host's lengths, and so offers no mode where those are upper bounds")
+
+
+class TestFlashInferAtV3Heads(TestFlashInfer):
+    heads, page_sizes, most_keys = 128, (64,), 1 << 20
