@@ -1,0 +1,102 @@
+"""The gate in Triton against the torch references. Interpreted without a GPU."""
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from glowplug.kernels import routing
+from glowplug.kernels.triton import route as triton_route
+from glowplug.kernels.triton.route import route
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+
+
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, groups: int, topk_groups: int, renormalize: bool,
+              scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(weights, ids, scores [T, E])"""
+    logits = F.linear(x.double(), weight.double()).float()
+    if bias is None:
+        return *routing.topk_softmax(logits, k, groups, topk_groups, renormalize, scale), logits
+    return *routing.topk_sigmoid(logits, bias, k, groups, topk_groups, renormalize, scale), logits
+
+
+def check(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, groups: int, topk_groups: int, renormalize: bool,
+          scale: float, appended: int) -> None:
+    tokens, experts = x.shape[0], weight.shape[0]
+    weights, ids = route(x, weight, bias, k, groups, topk_groups, renormalize, scale, appended)
+    assert weights.shape == ids.shape == (tokens, k + appended)
+    assert ids.dtype == torch.int32 and weights.dtype == torch.float32
+    assert (ids[:, k:] == torch.arange(experts, experts + appended, device=x.device)).all()
+    assert (weights[:, k:] == 1).all()
+    wanted, wanted_ids, _ = reference(x, weight, bias, k, groups, topk_groups, renormalize, scale)
+    order, wanted_order = ids[:, :k].sort(1), wanted_ids.sort(1)
+    same = (order.values == wanted_order.values).all(1)
+    assert same.float().mean() >= (1 - 2 / tokens if tokens > 1000 else 1.0), "near-ties apart, the same experts"
+    torch.testing.assert_close(weights[:, :k].gather(1, order.indices)[same],
+                               wanted.gather(1, wanted_order.indices)[same], atol=1e-5, rtol=2e-5)
+
+
+def draw(tokens: int, experts: int, hidden: int, sigmoid: bool, seed: int, dtype: torch.dtype = torch.float32,
+         ) -> tuple[Tensor, Tensor, Tensor | None]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, hidden, generator=generator).to(dtype)
+    weight = (torch.randn(experts, hidden, generator=generator) * 2 / hidden**0.5).to(dtype)
+    bias = torch.randn(experts, generator=generator).mul_(0.1).to(DEVICE) if sigmoid else None
+    return x.to(DEVICE), weight.to(DEVICE), bias
+
+
+@pytest.mark.parametrize(("tokens", "experts", "hidden", "k", "groups", "topk_groups", "appended"), [
+    (1, 8, 24, 2, 1, 1, 0), (3, 9, 40, 3, 1, 1, 2), (5, 12, 30, 4, 3, 2, 1), (18, 40, 70, 3, 4, 2, 1),
+    (2, 16, 1030, 8, 8, 4, 0), (7, 20, 16, 6, 1, 1, 2)])
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_route(tokens: int, experts: int, hidden: int, k: int, groups: int, topk_groups: int, appended: int,
+               sigmoid: bool) -> None:
+    given = draw(tokens, experts, hidden, sigmoid, tokens)
+    check(*given, k, groups, topk_groups, sigmoid, 1.0, appended)
+    x, weight, bias = draw(tokens, experts, hidden, sigmoid, tokens + 100)
+    wider = torch.cat([x, x], 1)[:, :hidden]
+    check(wider, weight, bias, k, groups, topk_groups, not sigmoid, 2.5, appended)
+
+
+def test_blocks_for_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_route, "WIDE", 8)
+    check(*draw(70, 20, 48, True, 0), 4, 4, 2, True, 2.5, 1)
+
+
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_equal_scores_and_no_numbers(sigmoid: bool) -> None:
+    x, weight, bias = draw(3, 12, 16, sigmoid, 0)
+    weight[5:] = weight[4]
+    if bias is not None:
+        bias.zero_()
+    x[1] = float("nan")
+    weights, ids = route(x, weight, bias, 6, 1, 1, True, 1.0, 1)
+    assert ids[1].tolist() == [0, 1, 2, 3, 4, 5, 12] and weights[1, :6].isnan().all()
+    for token in (0, 2):
+        tied = [expert for expert in ids[token, :6].tolist() if expert >= 4]
+        assert tied == sorted(tied) and (not tied or tied[0] == 4)
+    if not GPU:
+        return
+    again = route(x, weight, bias, 6, 1, 1, True, 1.0, 1)
+    assert torch.equal(again[1], ids)
+
+
+def test_no_tokens() -> None:
+    weights, ids = route(*draw(0, 8, 16, False, 0), 2, 1, 1, False, 1.0, 1)
+    assert weights.shape == ids.shape == (0, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 2, 4, 5, 8, 33, 128, 1000, 1024, 4099])
+@pytest.mark.parametrize(("experts", "hidden", "k", "groups", "topk_groups", "appended", "sigmoid"), [
+    (64, 2048, 6, 1, 1, 2, False), (256, 7168, 8, 8, 4, 1, True), (160, 5120, 6, 8, 3, 2, False)])
+def test_published_shapes(tokens: int, experts: int, hidden: int, k: int, groups: int, topk_groups: int, appended: int,
+                          sigmoid: bool) -> None:
+    for seed, dtype in ((0, torch.bfloat16), (1, torch.bfloat16), (2, torch.float32)):
+        x, weight, bias = draw(tokens, experts, hidden, sigmoid, seed, dtype)
+        check(x.bfloat16(), weight, bias, k, groups, topk_groups, sigmoid, 2.5 if sigmoid else 1.0, appended)
