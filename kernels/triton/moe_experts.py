@@ -48,6 +48,8 @@ def rule(problem: Problem, tokens: int) -> dict[str, Config]:
     if tokens <= FEW:
         return {"up": {"way": "gemv", "block_n": 8, "block_k": 512, "warps": 4},
                 "down": {"way": "gemv", "block_n": 4, "block_k": 512, "warps": 4}}
+    if problem.dtype == "float32":  # without tensor cores
+        return {product: tile("sorted", 32, 64, 32, 4, 2) for product in ("up", "down")}
     if tokens <= DENSE:
         block_m = 16 if tokens <= 16 else 32
         return {"up": tile("dense", block_m, 64, 128, 4, 3), "down": tile("dense", block_m, 128, 128, 4, 3)}

@@ -1,12 +1,13 @@
 """The runtime of ``quantization.none``."""
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 
 from glowplug.core.plan import EnginePlan
-from glowplug.core.protocols import ExpertsShape, LinearShape, Worker
+from glowplug.core.protocols import ExpertsMethod, ExpertsShape, LinearShape, Worker
 from glowplug.plugins.quantization.dense import DenseExperts, DenseLinear
 
 if TYPE_CHECKING:
@@ -17,16 +18,20 @@ class NoQuantization:
     """``QuantizationScheme`` that keeps weights dense. Covers everything."""
 
     block = 1
-    fuses_shared = False
 
     def __init__(self, options: NoQuantizationOptions, plan: EnginePlan, worker: Worker) -> None:
         self._dtype: torch.dtype = worker.dtype or getattr(torch, plan.dtype)
         self._device = worker.device
+        self.fuses_shared = torch.device(worker.device).type == "cuda" and find_spec("triton") is not None
 
     def linear(self, shape: LinearShape) -> DenseLinear:
         return DenseLinear(shape, self._dtype, self._device)
 
-    def experts(self, shape: ExpertsShape) -> DenseExperts:
+    def experts(self, shape: ExpertsShape) -> ExpertsMethod:
+        if self.fuses_shared:
+            from glowplug.plugins.quantization.dense_cuda import CudaExperts
+
+            return CudaExperts(shape, self._dtype, self._device)
         return DenseExperts(shape, self._dtype, self._device)
 
     def covers(self, module: str) -> bool:

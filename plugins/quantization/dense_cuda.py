@@ -1,0 +1,56 @@
+"""Routed experts over dense weights on CUDA, in Triton; the shared expert may ride along as further experts."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from glowplug.core.layers.module import Target
+from glowplug.core.protocols import ExpertsShape, Quantized, WeightTarget
+from glowplug.kernels.triton import moe_experts
+from glowplug.plugins.quantization.dense import PARTS13, expert_slices
+
+
+def shared_slices(shape: ExpertsShape) -> Iterator[tuple[str, tuple[int, int], slice | None]]:
+    """For each checkpoint matrix of the shared expert: module name, its shape, and its rows within w13 (None: w2)."""
+    width = shape.shared * shape.inter_full
+    for half, part in enumerate(PARTS13 if shape.shared else ()):
+        rows = slice(half * shape.inter, (half + 1) * shape.inter)
+        yield f"{shape.shared_prefix}.{part}", (width, shape.hidden), rows
+    if shape.shared:
+        yield f"{shape.shared_prefix}.down_proj", (shape.hidden, width), None
+
+
+class CudaExperts:
+    """w13 [E + S, 2 * inter, hidden] and w2 [E + S, hidden, inter]; the S last are slices of the shared expert."""
+
+    input_format = "plain"
+
+    def __init__(self, shape: ExpertsShape, dtype: torch.dtype, device: str) -> None:
+        assert not shape.shared or shape.inter == shape.inter_full, "a shared expert rides along on one rank alone"
+        self.shape = shape
+        count = shape.count + shape.shared
+        self.w13 = torch.empty(count, 2 * shape.inter, shape.hidden, dtype=dtype, device=device)
+        self.w2 = torch.empty(count, shape.hidden, shape.inter, dtype=dtype, device=device)
+
+    def targets(self) -> Iterator[WeightTarget]:
+        for name, full, index, expert, rows in expert_slices(self.shape):
+            yield Target(f"{name}.weight", full, self.w2[expert] if rows is None else self.w13[expert, rows], index)
+        for name, full, rows in shared_slices(self.shape):
+            yield Target(f"{name}.weight", full, put=lambda value, rows=rows: self._take_shared(value, rows))
+
+    def _take_shared(self, value: Tensor, rows: slice | None) -> None:
+        """``rows`` of w13 from gates or ups [S * inter, hidden]; None: w2 from [hidden, S * inter]."""
+        shape = self.shape
+        if rows is None:
+            self.w2[shape.count :].copy_(value.view(shape.hidden, shape.shared, shape.inter).transpose(0, 1))
+        else:
+            self.w13[shape.count :, rows].copy_(value.view(shape.shared, shape.inter, shape.hidden))
+
+    def finalize(self) -> None:
+        return
+
+    def apply(self, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor:
+        values = x.values if isinstance(x, Quantized) else x
+        return moe_experts.experts(values.contiguous(), self.w13, self.w2, ids, weights)
