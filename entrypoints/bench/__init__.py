@@ -9,6 +9,7 @@ import importlib
 
 COMMANDS = {
     "one-batch": ("one_batch", "prefill and decode latency of one static batch, in this process"),
+    "kernels": ("kernels", "each kernel of a step by itself, every provider side by side"),
     "offline": ("offline", "throughput of the offline engine, in this process"),
     "serving": ("serving", "latency and throughput of a server under load: glowplug, vLLM, SGLang, any OpenAI server"),
     "table": ("table", "a result table from the lines that `serving` wrote"),

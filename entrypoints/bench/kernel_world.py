@@ -1,0 +1,223 @@
+"""One decoding or prefill step of a model cut to one layer of each kind, with every slot's calls written down.
+
+What is recorded are the calls that layers make across the slots' protocols: ops, linear and expert methods, attention,
+sampling. So whatever a plugin of these slots offers is measured, fused as the model really uses it.
+"""
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from glowplug.core.batch import Batch, shape_of
+from glowplug.core.build import BuildContext
+from glowplug.core.facts import ModelFacts
+from glowplug.core.layers.decoder import DecoderLayer
+from glowplug.core.layers.module import Module
+from glowplug.core.layers.moe import Gate
+from glowplug.core.loading import load_model
+from glowplug.core.memory.pool import KVPool
+from glowplug.core.offers import Mode
+from glowplug.core.plan import EnginePlan
+from glowplug.core.plugins import PluginSet
+from glowplug.core.protocols import Limits, WeightTarget
+from glowplug.core.request import SamplingParams
+from glowplug.core.worker import build_context, make_worker
+from glowplug.entrypoints.bench.kernel_calls import Call, RecordedAttention, RecordedOps, RecordedScheme, Recorder
+
+BLOCK = 128
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """``rows`` sequences of ``context`` tokens of which the step computes the last ``queries``."""
+
+    rows: int
+    context: int
+    queries: int = 1
+
+    @property
+    def name(self) -> str:
+        if self.queries == 1:
+            return f"decode {self.rows} x {self.context}"
+        return f"prefill {self.rows} x {self.queries}"
+
+
+def cut_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[int, int]]:
+    """``config`` with one layer of each kind, and how many layers of the whole model each stands for."""
+    layers, dense = int(config["num_hidden_layers"]), int(config.get("first_k_dense_replace") or 0)
+    if not config.get("n_routed_experts"):
+        return {**config, "num_hidden_layers": 1}, {0: layers}
+    cut = {**config, "first_k_dense_replace": min(dense, 1), "num_nextn_predict_layers": 0}
+    if not dense or dense >= layers:
+        return {**cut, "num_hidden_layers": 1}, {0: layers}
+    return {**cut, "num_hidden_layers": 2}, {0: dense, 1: layers - dense}
+
+
+def write_cut(config: Mapping[str, Any], folder: Path) -> dict[int, int]:
+    """A model folder of the cut configuration; returns the multiplicities of its layers."""
+    cut, times = cut_config(config)
+    (folder / "config.json").write_text(json.dumps(cut))
+    return times
+
+
+class NoiseSource:
+    """A ``WeightSource`` that hands out slices of one random buffer, on the device: seconds for billions of weights."""
+
+    def __init__(self, device: str, dtype: torch.dtype, seed: int) -> None:
+        self._device, self._dtype = device, dtype
+        self._generator = torch.Generator(device).manual_seed(seed)
+        self._noise = torch.empty(0)
+
+    def open(self, facts: ModelFacts) -> None:
+        self._noise = torch.empty(0)
+
+    def entries(self) -> dict[str, Any]:
+        return {}
+
+    def read(self, target: WeightTarget) -> Tensor:
+        count = int(np.prod(target.shape))
+        if self._noise.numel() < count:
+            self._noise = torch.randn(count, generator=self._generator, device=self._device)
+        value = self._noise[:count].view(target.shape)
+        if target.name.endswith("_scale_inv"):
+            value = torch.full_like(value, (target.shape[-1] * BLOCK) ** -0.5 / 96)
+        elif target.dtype == "float8_e4m3fn":
+            value = (value * 96).clamp(-448, 448).to(torch.float8_e4m3fn)
+        elif len(target.shape) == 1:
+            value = (1 + 0.1 * value).to(self._dtype) if target.name.endswith("weight") else 0.05 * value
+        else:
+            value = (value * target.shape[-1] ** -0.5).to(self._dtype)
+        return value[target.index]
+
+    def close(self) -> None:
+        return
+
+
+class KernelWorld:
+    """A rank's parts around a cut model. ``calls(shape)`` runs one step and returns what crossed the slots."""
+
+    def __init__(self, plan: EnginePlan, plugins: PluginSet) -> None:
+        self.plan, self.worker = plan, make_worker(plan, 0)
+        self.recorder = Recorder(plan)
+        plain = build_context(plan, plugins, self.worker)
+        self.context = _recorded(plain, self.recorder)
+        family = plugins.build(plan.choice("model"), plan, self.worker)
+        self.model: Any = family.build(self.context)
+        source = NoiseSource(self.worker.device, self.worker.dtype, plan.seed)
+        load_model(self.model, source, plan.facts.model)
+        _watch(self.model, self.recorder)
+        self.sampler = plugins.build(plan.choice("sampling"), plan, self.worker)
+        self.pool = KVPool(plain.attention.kv_layout(), plan.sizes.num_pages, self.worker.device)
+        self.attention = plain.attention
+        sizes = plan.sizes
+        limits = Limits(rows=sizes.max_running + 1, step_tokens=sizes.max_step_tokens, context=sizes.positions,
+                        page_size=sizes.page_size, num_pages=sizes.num_pages, width=1,
+                        vocab=plan.facts.model.vocab_size, kv=self.pool.layers, hidden=plan.facts.model.hidden_size)
+        for part in (self.attention, self.sampler):
+            part.reserve(limits)
+
+    def calls(self, shape: StepShape) -> list[Call]:
+        """Every call of one step, in order, after a warm-up."""
+        batch = step_batch(self.plan, self.worker.device, shape)
+        self._fill_cache(batch)
+        ones = np.ones(1, np.int32)
+        for row in range(shape.rows):
+            self.sampler.join(row, SamplingParams(temperature=0.0), ones, 1, frozenset())
+        with torch.inference_mode():
+            self._step(batch)
+            self.recorder.start(batch)
+            self._step(batch)
+        for row in range(shape.rows):
+            self.sampler.leave(row)
+        return self.recorder.stop()
+
+    def _step(self, batch: Batch) -> None:
+        self.recorder.layer = None
+        self.sampler.plan_step(batch)
+        self.attention.plan_step(batch, None)
+        hidden = self.model.forward(batch.input_ids, batch.positions, batch)
+        logits = self.model.logits(hidden if batch.logits_index is None else hidden[batch.logits_index])
+        sample = self.recorder.wrap("sampling", "sample", self.sampler.sample)
+        sample(logits, batch.row_ids, batch.kv_lens_device.long())
+
+    def _fill_cache(self, batch: Batch) -> None:
+        """The same numbers for every layout of the cache: entries' columns are dealt from one row a token."""
+        page = self.plan.sizes.page_size
+        for layer in self.pool.layers:
+            tensors = list(layer.values())
+            width = sum(tensor[0].numel() for tensor in tensors)
+            noise = torch.randn(int(batch.kv_lens.max()), width, device=self.worker.device,
+                                generator=torch.Generator(self.worker.device).manual_seed(1))
+            for pages, length in zip(batch.pages, batch.kv_lens):
+                first, column = int(pages[0]) * page, 0
+                for tensor in tensors:
+                    count = tensor[0].numel()
+                    tensor[first : first + length] = noise[:length, column : column + count].reshape(
+                        length, *tensor.shape[1:]).to(tensor.dtype)
+                    column += count
+
+
+def step_batch(plan: EnginePlan, device: str, shape: StepShape) -> Batch:
+    """A complete batch whose rows lie in the pool one after the other."""
+    page = plan.sizes.page_size
+    each = -(-shape.context // page)
+    pages = np.arange(1, shape.rows * each + 1, dtype=np.int32).reshape(shape.rows, each)
+    decodes = shape.rows if shape.queries == 1 else 0
+    batch = Batch(
+        step=1, mode=Mode.DECODE if decodes else Mode.PREFILL, rows=np.arange(shape.rows, dtype=np.int32),
+        epochs=np.zeros(shape.rows, np.int64), num_decodes=decodes,
+        query_lens=np.full(shape.rows, shape.queries, np.int32), kv_lens=np.full(shape.rows, shape.context, np.int32),
+        samples=np.ones(shape.rows, np.bool_), prompt_ids=np.zeros(0, np.int32), pages=pages)
+    positions = torch.arange(shape.context - shape.queries, shape.context).repeat(shape.rows)
+    rows = torch.arange(shape.rows).repeat_interleave(shape.queries)
+    slots = torch.from_numpy(pages[:, 0].astype(np.int64))[rows] * page + positions
+    starts = torch.arange(shape.rows + 1, dtype=torch.int32) * shape.queries
+    generator = torch.Generator().manual_seed(plan.seed)
+    ids = torch.randint(plan.facts.model.vocab_size, (len(positions),), generator=generator)
+    batch.input_ids, batch.positions, batch.slots = ids.to(device), positions.to(device), slots.to(device)
+    batch.row_ids = torch.arange(shape.rows, device=device)
+    batch.kv_lens_device = torch.from_numpy(batch.kv_lens).to(device)
+    batch.query_starts, batch.page_table = starts.to(device), torch.from_numpy(pages).to(device)
+    batch.logits_index = None if decodes else (starts[1:].long() - 1).to(device)
+    batch.agreed = shape_of(batch)
+    return batch
+
+
+def _recorded(context: BuildContext, recorder: Recorder) -> BuildContext:
+    quantized = context.facts.quant_method != "none"
+    plain: Any = RecordedScheme(context.plain, recorder, False)
+    scheme: Any = plain if context.scheme is context.plain else RecordedScheme(context.scheme, recorder, quantized)
+    attention: Any = RecordedAttention(context.attention, recorder)
+    ops: Any = RecordedOps(context.ops, recorder)
+    return replace(context, scheme=scheme, plain=plain, attention=attention, ops=ops)
+
+
+def _watch(module: Module, recorder: Recorder) -> None:
+    """Gates as calls of their own, and the number of the layer that is running."""
+    for child in module.children():
+        if isinstance(child, Gate):
+            child.forward = recorder.wrap("ops", "gate", child.forward)  # type: ignore[method-assign]
+        if isinstance(child, DecoderLayer):
+            child.forward = _numbered(child, recorder)  # type: ignore[method-assign]
+        _watch(child, recorder)
+
+
+def _numbered(layer: DecoderLayer, recorder: Recorder) -> Callable[..., Any]:
+    inner, number = layer.forward, layer.attention.index
+
+    def forward(*args: Any) -> Any:
+        recorder.layer = number
+        try:
+            return inner(*args)
+        finally:
+            recorder.layer = None
+
+    return forward
+

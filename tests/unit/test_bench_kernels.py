@@ -1,0 +1,175 @@
+"""`bench kernels`: calls across slots are recorded with what they cost, timed again, and compared between providers."""
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from pydantic import Field
+
+from glowplug.core.component import Component, Options
+from glowplug.core.plugins import PluginSet, load_plugins
+from glowplug.core.resolve import plan as make_plan
+from glowplug.entrypoints import bench
+from glowplug.entrypoints.bench.kernel_calls import Call
+from glowplug.entrypoints.bench.kernel_timing import seconds
+from glowplug.entrypoints.bench.kernel_world import KernelWorld, NoiseSource, StepShape, cut_config, write_cut
+from glowplug.entrypoints.bench.kernels import _providers, variants
+from tests.tiny import CONFIGS, write_config
+
+SIZES: dict[str, Any] = {"skip_tokenizer": True, "weights": {"use": "random"}, "device": "cpu", "context_length": 128,
+                         "dtype": "float32"}
+
+
+@pytest.fixture(scope="module")
+def plugins() -> PluginSet:
+    return load_plugins(entry_points=False)
+
+
+def recorded(name: str, shape: StepShape, plugins: PluginSet, folder: Path) -> list[Call]:
+    write_cut(CONFIGS[name], folder)
+    plan = make_plan({"model": str(folder), **SIZES}, plugins=plugins)
+    return KernelWorld(plan, plugins).calls(shape)
+
+
+def run(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    bench.configure(parser)
+    return bench.run(parser.parse_args(list(words)))
+
+
+def test_a_cut_model_keeps_one_layer_of_each_kind() -> None:
+    v3 = {"num_hidden_layers": 61, "first_k_dense_replace": 3, "n_routed_experts": 256, "num_nextn_predict_layers": 1}
+    cut, times = cut_config(v3)
+    assert times == {0: 3, 1: 58}
+    assert (cut["num_hidden_layers"], cut["first_k_dense_replace"], cut["num_nextn_predict_layers"]) == (2, 1, 0)
+    assert cut_config({"num_hidden_layers": 8}) == ({"num_hidden_layers": 1}, {0: 8})
+    assert cut_config({**v3, "first_k_dense_replace": 0})[1] == {0: 61}
+
+
+@pytest.mark.parametrize("name", ["v2", "v3", "llama", "v3_fp8"])
+@pytest.mark.parametrize("shape", [StepShape(3, 20), StepShape(1, 24, 24)])
+def test_every_slot_of_a_step_is_recorded(name: str, shape: StepShape, plugins: PluginSet, tmp_path: Path) -> None:
+    calls = recorded(name, shape, plugins, tmp_path)
+    moe = name != "llama"
+    assert {call.slot for call in calls} == {"attention", "ops", "linear", "sampling"} | ({"experts"} if moe else set())
+    names = [call.name for call in calls]
+    assert names[-2:] == ["lm_head", "sample"]
+    assert names.count("experts") == names.count("gate") == moe
+    assert sum(call.slot == "attention" for call in calls) == 1 + moe
+    assert {call.layer for call in calls} == ({None, 0, 1} if moe else {None, 0})
+    for call in calls:
+        assert call.moved > 0
+        assert call.out is None or bool(torch.isfinite(call.out.float()).all()), call.name
+        call.run()
+
+
+def test_what_a_linear_layer_and_the_experts_cost(plugins: PluginSet, tmp_path: Path) -> None:
+    calls = {call.name: call for call in recorded("v3", StepShape(3, 20), plugins, tmp_path) if call.layer == 1}
+    output = calls["self_attn.o_proj"]
+    assert output.flops == 2 * 3 * 64 * 64
+    assert output.moved == 4 * (64 * 64 + 2 * 3 * 64)
+    assert output.shape == "3x64"
+    experts = calls["experts"]
+    one = 3 * 64 * 32
+    assert experts.flops == 2 * 3 * 3 * one
+    at_least, at_most = 3 * one * 4, 8 * one * 4
+    assert at_least < experts.moved <= at_most + 2 * 4 * 3 * 64 + 9 * 12
+    cached = calls["mla"]
+    assert cached.moved > 3 * 20 * 40 * 4
+    prefill = {call.name: call for call in recorded("v3", StepShape(1, 20, 20), plugins, tmp_path) if call.layer == 1}
+    pairs = 20 * 21 / 2
+    assert prefill["mla"].flops == 2 * 4 * (pairs * (16 + 8 + 16) + 20 * 32 * 32)
+
+
+def test_recording_is_repeatable_and_leaves_the_sampler_free(plugins: PluginSet, tmp_path: Path) -> None:
+    write_cut(CONFIGS["v2"], tmp_path)
+    world = KernelWorld(make_plan({"model": str(tmp_path), **SIZES}, plugins=plugins), plugins)
+    first, second = world.calls(StepShape(2, 10)), world.calls(StepShape(2, 10))
+    assert [call.key for call in first] == [call.key for call in second]
+    for one, other in zip(first, second):
+        assert one.out is None or torch.equal(one.out, other.out), one.name
+    assert len(world.calls(StepShape(4, 9))) == len(first)
+
+
+def test_noise_is_scaled_for_its_use() -> None:
+    class Wanted:
+        def __init__(self, name: str, shape: tuple[int, ...], dtype: str | None = None) -> None:
+            self.name, self.shape, self.dtype, self.optional = name, shape, dtype, False
+            self.index = (slice(None), slice(0, 8)) if len(shape) == 2 else (slice(None),)
+
+        def store(self, value: torch.Tensor) -> None:
+            raise AssertionError("the source stores nothing")
+
+    source = NoiseSource("cpu", torch.bfloat16, 3)
+    weight = source.read(Wanted("a.weight", (64, 256)))
+    assert (weight.shape, weight.dtype) == ((64, 8), torch.bfloat16)
+    assert 0.8 < float(weight.float().std()) * 16 < 1.2
+    codes = source.read(Wanted("b.weight", (256, 256), "float8_e4m3fn"))
+    scales = source.read(Wanted("b.weight_scale_inv", (2, 2)))
+    assert 0.7 < float(codes.float().std() * scales.mean()) * 16 < 1.3
+    assert abs(float(source.read(Wanted("norm.weight", (999,))).float().mean()) - 1) < 0.05
+
+
+def test_a_call_is_timed() -> None:
+    slow, captured = seconds(lambda: torch.ones(300, 300) @ torch.ones(300, 300), "cpu")
+    quick, _ = seconds(lambda: None, "cpu")
+    assert not captured
+    assert 0 <= quick < slow
+
+
+class _Options(Options):
+    use: Literal["x"] = "x"
+    gemm: Literal["auto", "one", "two"] = Field("auto", json_schema_extra={"provider": True})
+    grouped: Literal["auto", "three"] = Field("auto", json_schema_extra={"provider": "experts"})
+    plain: Literal["a", "b"] = "a"
+
+
+def test_marked_options_are_providers() -> None:
+    component = Component("x", _Options, "nowhere:X")
+    found = list(_providers("quantization", component, {"use": "x", "gemm": "one"}, ("linear", "experts")))
+    assert [(one.label, one.slots) for one in found] == [("x gemm=two", ("linear", "experts")),
+                                                         ("x grouped=three", ("experts",))]
+    assert found[0].overrides == {"quantization": {"use": "x", "gemm": "two"}}
+
+
+def test_only_backends_of_the_models_kind_and_device_are_tried(plugins: PluginSet, tmp_path: Path) -> None:
+    write_config(tmp_path, "llama")
+    labels = [one.label for one in variants(make_plan({"model": str(tmp_path), **SIZES}, plugins=plugins), plugins)]
+    assert not {label for label in labels if "mla" in label or "triton" in label}
+
+
+def test_a_table_and_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "k.json"
+    status = run("kernels", "--model", "tiny-v3", "--batch-size", "1", "2", "--context", "20", "--prefill", "24",
+                 "--device", "cpu", "--bandwidth", "0.02", "--output-file", str(out))
+    assert status == 0
+    shown = capsys.readouterr().out
+    assert {"decode 1 x 20", "decode 2 x 20", "prefill 1 x 24"} <= {line.partition(":")[0] for line in
+                                                                   shown.splitlines()}
+    whole = json.loads(out.read_text())
+    assert {row["slot"] for row in whole["rows"]} == {"attention", "ops", "linear", "experts", "sampling"}
+    for row in whole["rows"]:
+        assert row["us"] > 0 and row["share_of_floor"] > 0
+        assert row["step_us"] == pytest.approx(row["us"] * round(row["step_us"] / row["us"]))
+    assert whole["layers"] == {"0": 1, "1": 2}
+    assert "command" in whole and whole["refused"] == {}
+
+
+def test_a_model_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("kernels", "--model", "/nonexistent") == 2
+    assert "nonexistent" in capsys.readouterr().err
+
+
+def test_a_provider_that_fails_is_named_and_the_others_measured(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from glowplug.entrypoints.bench import kernels
+
+    monkeypatch.setattr(kernels, "variants", lambda plan, plugins: iter([
+        kernels.Variant("broken", {"attention": {"use": "torch_mla", "page_size": 4096}}, ("attention",))]))
+    assert run("kernels", "--model", "tiny-v2", "--batch-size", "1", "--context", "8", "--device", "cpu", "--slots",
+               "attention") == 0
+    assert "not measured: broken: " in capsys.readouterr().out
