@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from glowplug.core.offers import Mode
 from glowplug.core.request import Sequence
+from glowplug.core.segments import DIRECT, Segments
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +40,7 @@ class Batch:
     prompt_logprobs: NDArray[np.bool_] | None = None  #: [B] log-probabilities of the chunk's own tokens are wanted
     agreed: StepShape | None = None  #: set by the engine: what ``ParallelStrategy.agree`` said for this step
     first_key: int = 0  #: cache positions before it hold nothing and are never attended to (a draft's batch: 1)
+    segments: Segments = DIRECT  #: how the pieces of this step are run: as they come, or replayed from graphs
     # ---- set by the runner ------------------------------------------------------------------------------------------
     input_ids: Any = None  #: torch int64 [T]
     positions: Any = None  #: torch int64 [T]
@@ -89,6 +91,13 @@ class Accepted:
     counts: torch.Tensor
     bad: torch.Tensor
     logprobs: LogprobTensors | None = None
+
+    def first(self, rows: int) -> Accepted:
+        """That of the first ``rows`` rows."""
+        logprobs, count = self.logprobs, rows * self.tokens.shape[1]
+        if logprobs is not None:
+            logprobs = LogprobTensors(logprobs.token[:count], logprobs.top_ids[:count], logprobs.top[:count])
+        return Accepted(self.tokens[:rows], self.counts[:rows], self.bad[:rows], logprobs)
 
 
 @dataclass(eq=False)

@@ -74,6 +74,10 @@ class FactsError(GlowplugError):
         self.fix = fix
 
 
+class CaptureError(GlowplugError):
+    """A step could not be captured in a graph. Says which: mode, rows, piece, and the component that failed."""
+
+
 class RequestError(GlowplugError):
     """A request cannot be served. Costs exactly that request.
 

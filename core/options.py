@@ -63,7 +63,11 @@ class PolicyOptions(Options):
 
 
 class GraphOptions(Options):
-    pass
+    """What every graph runner's options answer."""
+
+    def sizes(self, rows: int) -> tuple[int, ...]:
+        """Batch sizes to capture where ``rows`` sequences may run, ascending; none without capture."""
+        return ()
 
 
 class CacheOptions(Options):

@@ -59,6 +59,7 @@ DEFAULT_PLUGINS = (
     "glowplug.plugins.speculative.nextn",
     "glowplug.plugins.scheduler.continuous",
     "glowplug.plugins.scheduler.policies",
+    "glowplug.plugins.graphs.cuda_graph",
     "glowplug.plugins.graphs.eager",
     "glowplug.plugins.cache.radix",
     "glowplug.plugins.cache.none",

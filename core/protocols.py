@@ -51,7 +51,8 @@ class Worker:
 class Limits:
     """Upper bounds for ``reserve``. ``kv``: one mapping entry name -> tensor [pages * page_size, *shape] a layer.
 
-    ``hidden``: size of the target's hidden states.
+    ``rows``: those of the sequence table and one behind them that no sequence has: rows added to a captured step to
+    fill it up work on it. ``hidden``: size of the target's hidden states.
     """
 
     rows: int
@@ -125,7 +126,7 @@ class AttentionBackend(Protocol):
     def reserve(self, limits: Limits) -> None: ...
 
     def plan_step(self, batch: Batch, slot: object | None) -> None:
-        """Host-side preparation for ``batch``; ``slot`` is the graph slot it will replay in, or None.
+        """Host-side preparation for ``batch``; ``slot`` stands for the graph it will replay in, or None.
 
         With a slot, ``batch`` is the slot's own padded batch, whose device tensors are the same in capture and in every
         replay; whatever a captured kernel reads beside them must lie in buffers that belong to the slot.
@@ -475,6 +476,11 @@ class Sampler(Protocol):
 
     def plan_step(self, batch: Batch) -> None: ...
 
+    def capture_key(self) -> str | None:
+        """What ``sample`` and ``observe`` do in the step just planned, in a word: a step with the same word and shapes
+        may replay its kernels. None: they depend on more than that (asked only where steps are replayed)."""
+        ...
+
     def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Tensor | None = None) -> Sampled:
         """logits float32 [N, V] (may be overwritten), rows int64 [N], positions int64 [N] of the token being drawn.
 
@@ -507,7 +513,8 @@ class SpeculativeAlgorithm(Protocol):
         """Token ids int64 [D, W] that the decoding rows of ``batch`` compute: the last accepted one, then drafts.
 
         Called for every step, with D 0 as well, so that ranks may take part in each other's drafting. ``batch`` is
-        complete but for ``input_ids``; on a device, positions and lengths are still the host's upper bounds.
+        complete but for ``input_ids``; on a device, positions and lengths are still the host's upper bounds. Device
+        work goes through ``batch.segments``, the tokens returned too.
         """
         ...
 
@@ -626,19 +633,41 @@ class Scheduler(Protocol):
 # ---- graphs, weights, models, outputs, executors, ops -------------------------------------------------------------
 
 
+class Steps(Protocol):
+    """What a graph runner captures: the ``Runner``'s device part of a step.
+
+    Attributes:
+        sampler: as the runner uses it.
+        device: torch device it runs on.
+    """
+
+    sampler: Sampler
+    device: Any
+
+    def step(self, batch: Batch) -> tuple[Accepted, Tensor]:
+        """Run a batch whose device fields are filled in, piece by piece through ``batch.segments``: what it yields,
+        and its hidden states [T, hidden]. ``Sampler.plan_step`` comes before it."""
+        ...
+
+
 class GraphRunner(Protocol):
+    """Keeps slots: padded batches over fixed memory, with graphs of the pieces of their step."""
+
     def shapes(self, plan: EnginePlan) -> list[tuple[Mode, int, int]]:
         """(mode, padded batch, width) to capture."""
         ...
 
-    def capture(self, runner: Any) -> None: ...
-
-    def slot_for(self, batch: Batch) -> object | None:
-        """The captured slot that can replay ``batch``, or None for an eager step."""
+    def capture(self, steps: Steps, report: Callable[[int, int], None]) -> None:
+        """Capture every shape; ``report`` hears of (done, total). CaptureError when one fails."""
         ...
 
-    def run(self, slot: object, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Replay; returns (hidden, logits)."""
+    def slot_for(self, batch: Batch) -> object | None:
+        """The captured slot that can replay ``batch``, or None for an eager step. Ranks that agreed on a step get
+        slots of the same shape."""
+        ...
+
+    def fill(self, slot: object, batch: Batch) -> Batch:
+        """The slot's own batch, holding the rows of ``batch`` first and then padding; ready for ``Steps.step``."""
         ...
 
     def close(self) -> None: ...

@@ -6,6 +6,7 @@ later when steps overlap. Nothing here knows which model, backend or algorithm i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from glowplug.core.batch import Accepted, Batch, PromptLogprobs, StepResult
 from glowplug.core.placement import send, slots_at
 from glowplug.core.protocols import AttentionBackend, GraphRunner, Model, Sampler, SpeculativeAlgorithm
 from glowplug.core.rows import SequenceTable
+from glowplug.core.segments import DIRECT
 
 
 @dataclass(eq=False)
@@ -44,23 +46,39 @@ class Runner:
         self.model, self.attention, self.speculative = model, attention, speculative
         self.sampler, self.graphs, self.table = sampler, graphs, table
         self.device = torch.device(device)
+        self._speculates, self._on_host = speculative.width() > 1, self.device.type == "cpu"
 
     def launch(self, batch: Batch) -> InFlight:
-        """Enqueue ``batch``. The batch is complete afterwards and read-only."""
+        """Enqueue ``batch``. The batch is read-only afterwards, and complete if it ran as it came."""
         with torch.inference_mode():
             self._join(batch)
-            self._complete(batch)
-            slot = self.graphs.slot_for(batch)
             self.sampler.plan_step(batch)
-            self.attention.plan_step(batch, slot)
+            slot = self.graphs.slot_for(batch)
             if slot is not None:
-                hidden, logits = self.graphs.run(slot, batch)
-            else:
-                hidden = self.model.forward(batch.input_ids, batch.positions, batch)
-                logits = self.model.logits(hidden if batch.logits_index is None else hidden[batch.logits_index])
-            accepted = self.speculative.accept(logits, hidden, batch, self.sampler)
+                accepted, _ = self.step(self.graphs.fill(slot, batch))
+                return self._to_host(batch, accepted.first(batch.num_rows), [])
+            self._complete(batch)
+            accepted, hidden = self.step(batch)
             scored = self._prompt_logprobs(batch, hidden) if batch.prompt_logprobs is not None else []
             return self._to_host(batch, accepted, scored)
+
+    def step(self, batch: Batch) -> tuple[Accepted, torch.Tensor]:
+        """See ``protocols.Steps``."""
+        run = batch.segments.run
+        drafted = self.speculative.draft(batch).flatten()
+        prompts = batch.num_decodes < batch.num_rows
+        batch.input_ids = torch.cat([drafted, batch.input_ids]) if prompts else drafted
+        if self._speculates and batch.num_decodes and not self._on_host:
+            run("places", partial(self._place, batch))
+        self.attention.plan_step(batch, batch.segments.part("forward"))
+        hidden, logits = run("forward", partial(self._forward, batch))
+        accept = partial(self.speculative.accept, logits, hidden, batch, self.sampler)
+        key = None if batch.segments is DIRECT else self.sampler.capture_key()
+        return (accept() if key is None else run(f"accept {key}", accept)), hidden
+
+    def _forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.model.forward(batch.input_ids, batch.positions, batch)
+        return hidden, self.model.logits(hidden if batch.logits_index is None else hidden[batch.logits_index])
 
     def _join(self, batch: Batch) -> None:
         for row in batch.left:
@@ -71,10 +89,9 @@ class Runner:
                                   sequence.stop_ids)
 
     def _complete(self, batch: Batch) -> None:
-        """Fill the device fields from one packed host buffer."""
+        """Fill the device fields from one packed host buffer; ``input_ids`` are the prompts' until drafts precede them."""
         rows, queries, page_size = batch.num_rows, batch.query_lens, self.table.page_size
-        on_host = self.device.type == "cpu"
-        kv_lens = self._exact_lengths(batch) if on_host and batch.num_decodes else batch.kv_lens
+        kv_lens = self._exact_lengths(batch) if self._on_host and batch.num_decodes else batch.kv_lens
         starts = np.zeros(rows + 1, np.int32)
         np.cumsum(queries, out=starts[1:])
         if batch.num_tokens == rows:  # one token a row: no flattening to do
@@ -94,9 +111,7 @@ class Runner:
         batch.kv_lens_device, batch.query_starts = views[3], views[4]
         batch.page_table = views[6].view(batch.pages.shape)
         batch.logits_index = views[7].long() if wanted is not None else None
-        batch.input_ids = self._input_ids(batch, views[5])
-        if batch.num_decodes and not on_host:
-            self._place(batch)
+        batch.input_ids = views[5].long()
 
     def _exact_lengths(self, batch: Batch) -> NDArray[np.int32]:
         """``kv_lens`` where the device is this host, and the lengths that live on it are at hand."""
@@ -112,8 +127,7 @@ class Runner:
         """Move the decoding rows' tokens from the host's upper bounds to where the device says they are."""
         rows, tokens = batch.num_decodes, batch.decode_tokens
         lengths = self.speculative.lengths(batch)
-        if lengths is None:
-            return
+        assert lengths is not None, "only a step of width one has no lengths of its own"
         width = tokens // rows
         positions = lengths.long()[:, None] + torch.arange(width, device=lengths.device)
         batch.positions[:tokens] = positions.view(-1)
@@ -126,10 +140,6 @@ class Runner:
             return None
         sampling = np.nonzero(batch.samples[batch.num_decodes :])[0] + batch.num_decodes
         return np.concatenate([np.arange(batch.decode_tokens, dtype=np.int32), starts[sampling + 1] - 1])
-
-    def _input_ids(self, batch: Batch, prompt_ids: torch.Tensor) -> torch.Tensor:
-        drafted = self.speculative.draft(batch).flatten()
-        return torch.cat([drafted, prompt_ids.long()]) if len(prompt_ids) else drafted
 
     def _prompt_logprobs(self, batch: Batch, hidden: torch.Tensor) -> list[PromptLogprobs]:
         """Score the prompt tokens that follow each position of the chunks that asked for it."""

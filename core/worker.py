@@ -95,6 +95,8 @@ class RankBuilder:
         cache = self.component("cache")
         scheduler.bind(table, pages, cache, self.component("policy"))
         self._warm_up(runner, context.parallel)
+        self._capture(runner)
+        context.parallel.forget_load()
         return Engine(scheduler=scheduler, runner=runner, parallel=context.parallel, collectives=context.collectives,
                       overlap=plan.overlap, clock=self.clock, ranks=self.worker.ranks, leads=self.worker.rank == 0,
                       observers=self._observers(), controls=self._controls(scheduler, context.parallel),
@@ -145,7 +147,7 @@ class RankBuilder:
 
     def _limits(self, pool: KVPool) -> Limits:
         sizes = self.plan.sizes
-        return Limits(rows=sizes.max_running, step_tokens=sizes.max_step_tokens,
+        return Limits(rows=sizes.max_running + 1, step_tokens=sizes.max_step_tokens,
                       context=sizes.positions, page_size=sizes.page_size,
                       num_pages=sizes.num_pages, width=sizes.width,
                       vocab=self.plan.facts.model.vocab_size, kv=pool.layers, hidden=self.plan.facts.model.hidden_size)
@@ -154,10 +156,15 @@ class RankBuilder:
         started = time.perf_counter()
         self.report("warmup", 0, 1)
         warm_up(runner, self.plan, parallel.router())
-        runner.graphs.capture(runner)
-        parallel.forget_load()
         self.meter.mark("activations")
         self._lap("warmup", started)
+
+    def _capture(self, runner: Runner) -> None:
+        started = time.perf_counter()
+        self.report("capture", 0, 1)
+        runner.graphs.capture(runner, lambda done, total: self.report("capture", done, total))
+        self.meter.mark("graphs")
+        self._lap("capture", started)
 
     def _observers(self) -> list[Any]:
         found = self.plugins.call_each("step_observers", worker=self.worker, plan=self.plan)

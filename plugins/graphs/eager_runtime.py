@@ -1,7 +1,7 @@
 """Runtime of the graph runner "eager"."""
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from glowplug.core.batch import Batch
 from glowplug.core.offers import Mode
@@ -9,12 +9,9 @@ from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Worker
 from glowplug.plugins.graphs.eager import EagerOptions
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 class Eager:
-    """See ``protocols.GraphRunner``. It has no slot for any batch, so ``run`` is never reached."""
+    """See ``protocols.GraphRunner``. It has no slot for any batch, so ``fill`` is never reached."""
 
     def __init__(self, options: EagerOptions, plan: EnginePlan, worker: Worker) -> None:
         pass
@@ -22,14 +19,14 @@ class Eager:
     def shapes(self, plan: EnginePlan) -> list[tuple[Mode, int, int]]:
         return []
 
-    def capture(self, runner: object) -> None:
+    def capture(self, steps: object, report: Callable[[int, int], None]) -> None:
         pass
 
     def slot_for(self, batch: Batch) -> object | None:
         return None
 
-    def run(self, slot: object, batch: Batch) -> tuple[Tensor, Tensor]:
-        raise AssertionError("the eager graph runner captured nothing, so there is nothing to replay")
+    def fill(self, slot: object, batch: Batch) -> Batch:
+        raise AssertionError("the eager graph runner captured nothing, so there is nothing to fill")
 
     def close(self) -> None:
         pass

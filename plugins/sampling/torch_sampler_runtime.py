@@ -26,6 +26,8 @@ from glowplug.plugins.sampling.torch_sampler import TorchSamplerOptions
 TEMPERATURE, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION = range(6)
 TOP_K, SEED, MIN_LENGTH, PENALTY_SLOT, ALLOWED_SLOT = range(5)
 BYTES_63 = 1 << 63
+#: steps whose kernels depend on nothing but the rows' columns, which never move
+CAPTURED = {Feature(0): "greedy", Feature.RANDOM: "random"}
 
 
 class TorchSampler:
@@ -109,6 +111,9 @@ class TorchSampler:
         self._step_logprobs = int(self._top_logprobs[rows].max(initial=0)) if flags & Feature.LOGPROBS else 0
         self._floats.upload()
         self._ints.upload()
+
+    def capture_key(self) -> str | None:
+        return CAPTURED.get(self._step)
 
     def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Tensor | None = None) -> Sampled:
         step = self._step

@@ -7,6 +7,7 @@ W = width.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -109,17 +110,28 @@ def front(batch: Batch, accepted: Accepted, ends: Tensor | None) -> Front:
                  torch.cat([lengths, batch.kv_lens_device[ends].long()]))
 
 
-def one_more(batch: Batch, number: int, lengths: Tensor, width: int, page_size: int) -> Batch:
-    """Pass ``number`` (1 and on) of one token for each decoding row of the step that follows.
+class Places(NamedTuple):
+    """Where a pass of one token a decoding row puts it: the device's fields of its batch, [D] and [D + 1]."""
 
-    lengths int [D]: tokens that the target's cache holds.
-    """
+    positions: Tensor
+    slots: Tensor
+    kv_lens: Tensor
+    query_starts: Tensor
+
+
+def places(batch: Batch, number: int, lengths: Tensor, page_size: int) -> Places:
+    """Those of pass ``number`` (1 and on) before the step ``batch``; lengths int [D]: tokens in the target's cache."""
+    positions, decodes = lengths.long() + (number - 1), batch.num_decodes
+    return Places(positions, slots_at(batch.page_table[:decodes], positions[:, None], page_size).view(-1),
+                  (lengths + number).int(), torch.arange(decodes + 1, dtype=torch.int32, device=lengths.device))
+
+
+def one_more(batch: Batch, number: int, at: Places, width: int) -> Batch:
+    """Pass ``number`` of one token for each decoding row of the step ``batch``, which follows."""
     decodes = batch.num_decodes
     made = draft_batch(batch, batch.kv_lens[:decodes] + np.int32(number - width))
     made.page_table, made.row_ids = batch.page_table[:decodes], batch.row_ids[:decodes]
-    made.positions, made.kv_lens_device = lengths.long() + (number - 1), (lengths + number).int()
-    made.slots = slots_at(made.page_table, made.positions[:, None], page_size).view(-1)
-    made.query_starts = torch.arange(decodes + 1, dtype=torch.int32, device=lengths.device)
+    made.positions, made.slots, made.kv_lens_device, made.query_starts = at
     return made
 
 
@@ -129,7 +141,7 @@ def draft_batch(target: Batch, kv_lens: Ints) -> Batch:
     return Batch(
         step=target.step, mode=Mode.DRAFT_DECODE, rows=target.rows[:count], epochs=np.zeros(count, np.int64),
         num_decodes=count, query_lens=np.ones(count, np.int32), kv_lens=kv_lens, samples=np.ones(count, np.bool_),
-        prompt_ids=np.zeros(0, np.int32), pages=target.pages[:count], first_key=FIRST_KEY,
+        prompt_ids=np.zeros(0, np.int32), pages=target.pages[:count], first_key=FIRST_KEY, segments=target.segments,
         agreed=StepShape(Mode.DRAFT_DECODE, agreed.rows, agreed.rows, agreed.load))
 
 

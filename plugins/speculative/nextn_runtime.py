@@ -1,6 +1,7 @@
 """Runtime of the speculative algorithm "nextn"."""
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from glowplug.core.build import BuildContext
 from glowplug.core.placement import send
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Limits, Model, ModelFamily, Sampler, Worker
-from glowplug.plugins.speculative.drafting import Front, Missing, front, missing, one_more
+from glowplug.plugins.speculative.drafting import Front, Missing, Places, front, missing, one_more, places
 from glowplug.plugins.speculative.host_chain import (
     front_host,
     missing_host,
@@ -55,30 +56,42 @@ class NextN:
     def reserve(self, limits: Limits) -> None:
         self._last = torch.zeros(limits.rows, dtype=torch.int64, device=self._device)
         self._hidden = torch.zeros(limits.rows, limits.hidden, dtype=self._dtype, device=self._device)
-        self._computed = torch.zeros(limits.rows, dtype=torch.int32, device=self._device)
+        self._computed = torch.ones(limits.rows, dtype=torch.int32, device=self._device)  # no sequence is empty
         self._page_ends = torch.zeros(limits.num_pages, limits.hidden, dtype=self._dtype, device=self._device)
 
     def lengths(self, batch: Batch) -> Tensor | None:
+        decodes = batch.num_decodes
         if self._on_host:
-            return torch.from_numpy(self._computed.numpy()[batch.rows[: batch.num_decodes]])
-        return self._computed[batch.row_ids[: batch.num_decodes]]
+            return torch.from_numpy(self._computed.numpy()[batch.rows[:decodes]])
+        # NOTE: rows that only fill up a captured step yield tokens too; the host's bound keeps them from growing.
+        return torch.minimum(self._computed[batch.row_ids[:decodes]], batch.kv_lens_device[:decodes] - self._width)
 
     def draft(self, batch: Batch) -> Tensor:
-        decodes = batch.num_decodes
-        if not decodes and not self._grouped:
+        if not batch.num_decodes and not self._grouped:
             return self._last.new_empty(0, self._width)
-        rows = batch.row_ids[:decodes]
-        tokens, hidden, lengths = self._last[rows], self._hidden[rows], self._computed[rows]
-        drafts = [tokens]
-        for number in range(1, self._steps + 1):
-            step = one_more_host(batch, number, lengths, self._page_size) if self._on_host else \
-                one_more(batch, number, lengths, self._width, self._page_size)
-            step.input_ids, step.extra = tokens, {PREVIOUS_HIDDEN: hidden}
-            self._attention.plan_step(step, None)
-            hidden = self._model.forward(tokens, step.positions, step)
-            tokens = self._model.logits(hidden).argmax(-1)
-            drafts.append(tokens)
-        return torch.stack(drafts, 1)
+        run = batch.segments.run
+        drafted, hidden, every = run("draft places", partial(self._begin, batch))
+        for number, at in enumerate(every, 1):
+            step = at if isinstance(at, Batch) else one_more(batch, number, at, self._width)
+            piece = f"draft {number}"
+            self._attention.plan_step(step, batch.segments.part(piece))
+            hidden, drafted = run(piece, partial(self._pass, step, drafted, hidden))
+        return drafted
+
+    def _begin(self, batch: Batch) -> tuple[Tensor, Tensor, tuple[Places, ...] | tuple[Batch, ...]]:
+        """The rows' newest tokens [D, 1], the hidden states before them, and where each pass puts its tokens."""
+        rows, numbers = batch.row_ids[: batch.num_decodes], range(1, self._steps + 1)
+        tokens, hidden, lengths = self._last[rows, None], self._hidden[rows], self.lengths(batch)
+        assert lengths is not None, "a chain is wider than one token"
+        if self._on_host:
+            return tokens, hidden, tuple(one_more_host(batch, n, lengths, self._page_size) for n in numbers)
+        return tokens, hidden, tuple(places(batch, n, lengths, self._page_size) for n in numbers)
+
+    def _pass(self, step: Batch, drafted: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens so far [D, n] are followed by one more."""
+        step.input_ids, step.extra = drafted[:, -1], {PREVIOUS_HIDDEN: hidden}
+        hidden = self._model.forward(step.input_ids, step.positions, step)
+        return hidden, torch.cat([drafted, self._model.logits(hidden).argmax(-1, keepdim=True)], 1)
 
     def accept(self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
         if self._on_host and batch.num_decodes == batch.num_rows > 0:

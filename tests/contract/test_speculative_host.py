@@ -7,7 +7,7 @@ import torch
 
 from glowplug.core.batch import Batch
 from glowplug.core.testing.speculative_suite import HIDDEN, Greedy, likely
-from glowplug.plugins.speculative.drafting import front, missing, one_more
+from glowplug.plugins.speculative.drafting import front, missing, one_more, places
 from glowplug.plugins.speculative.host_chain import front_host, missing_host, one_more_host, verify_chain_host
 from glowplug.plugins.speculative.verify import chain_before, verify_chain
 from tests.contract.test_speculative_nextn import LIMITS, PAGE, Draft, make, shifted
@@ -71,7 +71,8 @@ def test_a_pass_is_the_devices(number: int) -> None:
     for rows in (1, 3):
         batch, _, _ = decoding(rng, rows, 4)
         lengths = batch.kv_lens_device - 4
-        made, wanted = one_more_host(batch, number, lengths, PAGE), one_more(batch, number, lengths, 4, PAGE)
+        made = one_more_host(batch, number, lengths, PAGE)
+        wanted = one_more(batch, number, places(batch, number, lengths, PAGE), 4)
         for name in ("positions", "slots", "kv_lens_device", "query_starts", "row_ids", "page_table"):
             assert torch.equal(getattr(made, name), getattr(wanted, name)), name
             assert getattr(made, name).dtype == getattr(wanted, name).dtype, name

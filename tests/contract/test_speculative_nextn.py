@@ -18,7 +18,7 @@ from glowplug.core.protocols import Limits, Worker
 from glowplug.core.resolve import plan as make_plan
 from glowplug.core.testing.plans import bare_plan
 from glowplug.core.testing.speculative_suite import HIDDEN, VOCAB, Greedy, SpeculativeSuite, likely, step
-from glowplug.plugins.speculative.drafting import front, missing, one_more
+from glowplug.plugins.speculative.drafting import front, missing, one_more, places
 from glowplug.plugins.speculative.nextn import NextNOptions
 from glowplug.plugins.speculative.nextn_runtime import PREVIOUS_HIDDEN, NextN
 from glowplug.plugins.speculative.verify import accept_chain, accept_chain_reference, chain_before, verify_chain
@@ -165,7 +165,7 @@ def test_every_token_but_the_newest_is_stored_once() -> None:
 def test_drafts_stand_behind_what_was_accepted() -> None:
     algorithm, _ = make(LIMITS, 3)
     batch = shifted(algorithm, [4, 6], [4, 4], [14, 30], [False, False], decodes=2)
-    made = one_more(batch, 3, torch.tensor([11, 29], dtype=torch.int32), 4, PAGE)
+    made = one_more(batch, 3, places(batch, 3, torch.tensor([11, 29], dtype=torch.int32), PAGE), 4)
     assert made.positions.tolist() == [13, 31] and made.kv_lens_device.tolist() == [14, 32]
     assert made.kv_lens.tolist() == [13, 29] and made.mode is Mode.DRAFT_DECODE
     assert made.slots.tolist() == [batch.pages[0, 3] * PAGE + 1, batch.pages[1, 7] * PAGE + 3]

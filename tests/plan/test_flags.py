@@ -160,7 +160,7 @@ def test_flags_without_effect_are_decisions(plugins: PluginSet, v3: Path, words:
     (["--enable-flashinfer-mla", "--kv-cache-dtype", "fp8_e5m2"], {"attention.use", "attention.kv_dtype"}),
     (["--attention-backend", "fa3"], {"attention.use"}),
     (["--cuda-graph-max-bs", "8"], {"graphs.use"}),
-    (["--enable-torch-compile"], {"graphs.use"}),
+    (["--enable-torch-compile"], {"graphs.use", "graphs.compile"}),
     (["--schedule-policy", "dfs-weight"], {"policy.use"}),
     (["--tool-call-parser", "deepseekv3"], {"outputs.0.use"}),
     (["--set", "scheduler.chunk_sizes=3"], {"scheduler.chunk_sizes"}),

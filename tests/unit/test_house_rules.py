@@ -28,7 +28,8 @@ IDENTITY = {"name", "use", "algorithm"}
 METHODS = 6
 #: protocol -> (methods, why they are one object)
 LARGER_PROTOCOLS = {"Scheduler": (9, "the loop's whole view of the waiting and running sequences"),
-                    "Collectives": (9, "one method a collective")}
+                    "Collectives": (9, "one method a collective"),
+                    "Sampler": (7, "what a row joins with, and what a step does, share its row state")}
 
 
 def components() -> list[tuple[str, object]]:

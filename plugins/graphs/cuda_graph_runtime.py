@@ -1,0 +1,122 @@
+"""Runtime of the graph runner "cuda_graph"."""
+from __future__ import annotations
+
+import gc
+import logging
+import traceback
+from bisect import bisect_left
+from collections.abc import Callable
+
+import torch
+
+from glowplug.core.batch import Batch, shape_of
+from glowplug.core.errors import CaptureError
+from glowplug.core.offers import Mode
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import Steps, Worker
+from glowplug.core.request import SamplingParams
+from glowplug.plugins.graphs.cuda_graph import CudaGraphOptions
+from glowplug.plugins.graphs.cuda_recorder import CudaRecorder
+from glowplug.plugins.graphs.slot import Recorder, Shape, Slot
+from glowplug.plugins.graphs.staging import Staging
+
+#: how rows may sample in a step whose sampling is captured with it
+SAMPLED = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0))
+
+
+class CudaGraph:
+    """See ``protocols.GraphRunner``. Captures from the largest batch size to the smallest, so that each finds room in
+    the memory of the one before. ``recorder`` replaces CUDA's graphs."""
+
+    def __init__(self, options: CudaGraphOptions, plan: EnginePlan, worker: Worker,
+                 recorder: Recorder | None = None) -> None:
+        self._options, self._plan, self._device = options, plan, torch.device(worker.device)
+        self._recorder = recorder
+        self._slots: dict[Mode, dict[int, Slot]] = {}
+        self._sizes: dict[Mode, list[int]] = {}
+
+    def shapes(self, plan: EnginePlan) -> list[tuple[Mode, int, int]]:
+        width = plan.sizes.width
+        mode = Mode.DECODE if width == 1 else Mode.VERIFY
+        return [(mode, rows, width) for rows in reversed(self._options.sizes(plan.sizes.max_running))]
+
+    def capture(self, steps: Steps, report: Callable[[int, int], None]) -> None:
+        shapes = self.shapes(self._plan)
+        recorder = self._recorder or CudaRecorder(self._device)
+        sizes = self._plan.sizes
+        made = [Shape.of(mode, rows, sizes) for mode, rows, _ in shapes]
+        room = max((max(shape.offsets[-1], 4 * shape.rows * shape.columns) for shape in made), default=0)
+        staging = Staging(room, self._device)
+        gc.collect()
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.inference_mode():
+                for done, shape in enumerate(made):
+                    report(done, len(made))
+                    self._capture_one(steps, Slot(shape, self._device, staging, recorder))
+        finally:
+            if collecting:
+                gc.enable()
+        report(len(made), len(made))
+        self._sizes = {mode: sorted(slots) for mode, slots in self._slots.items()}
+
+    def _capture_one(self, steps: Steps, slot: Slot) -> None:
+        """Every way of sampling in turn; what they share is captured with the first."""
+        shape, sampler = slot.shape, steps.sampler
+        nothing = _no_rows(slot.batch)
+        try:
+            for params in SAMPLED:
+                sampler.join(shape.spare, params, slot.batch.prompt_ids, 0, frozenset())
+                batch = slot.fill(nothing)
+                sampler.plan_step(batch)
+                steps.step(batch)
+        except Exception as error:
+            failure = _failure(error, shape)
+            if self._options.on_failure == "stop":
+                raise failure from error
+            logging.getLogger("glowplug").warning("%s; such steps run eagerly", failure)
+            return
+        finally:
+            sampler.leave(shape.spare)
+        slot.seal()
+        self._slots.setdefault(shape.mode, {})[shape.rows] = slot
+
+    def slot_for(self, batch: Batch) -> Slot | None:
+        shape = batch.agreed or shape_of(batch)
+        sizes = self._sizes.get(shape.mode)
+        if not sizes or shape.rows > sizes[-1] or batch.num_decodes < batch.num_rows:
+            return None
+        return self._slots[shape.mode][sizes[bisect_left(sizes, shape.rows)]]
+
+    def fill(self, slot: object, batch: Batch) -> Batch:
+        assert isinstance(slot, Slot), "a slot of this runner's"
+        return slot.fill(batch)
+
+    def close(self) -> None:
+        self._slots, self._sizes = {}, {}
+
+
+def _no_rows(batch: Batch) -> Batch:
+    """A batch that leaves a slot all padding."""
+    return Batch(step=0, mode=batch.mode, rows=batch.rows[:0], epochs=batch.epochs[:0], num_decodes=0,
+                 query_lens=batch.query_lens[:0], kv_lens=batch.kv_lens[:0], samples=batch.samples[:0],
+                 prompt_ids=batch.prompt_ids, pages=batch.pages[:0])
+
+
+def _failure(error: Exception, shape: Shape) -> CaptureError:
+    piece = next(iter(getattr(error, "__notes__", ())), "planning")
+    return CaptureError(
+        f"a {shape.mode} step of {shape.rows} rows could not be captured: {type(error).__name__} in its piece "
+        f"{piece!r}, by {_component(error)}: {error}. Leave this size out (graphs.batch_sizes, graphs.max_batch), or "
+        'graphs.use = "eager"')
+
+
+def _component(error: Exception) -> str:
+    """The innermost plugin, model or kernel module that the error came through."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        for part in ("plugins", "models", "kernels"):
+            inside = frame.filename.replace("\\", "/").rpartition(f"/{part}/")[2]
+            if inside != frame.filename and "plugins/graphs" not in frame.filename:
+                return f"{part}/{inside} ({frame.name})"
+    return "the runner"

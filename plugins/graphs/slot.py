@@ -1,0 +1,196 @@
+"""A slot: one padded batch over fixed memory, and the graphs of the pieces of its step.
+
+B rows, W tokens each, T = B * W. Rows behind the live ones repeat token 0 of a short sequence in the scratch page, on
+the sequence table's spare row, and what they yield is dropped.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from glowplug.core.batch import Batch, StepShape
+from glowplug.core.offers import Mode
+from glowplug.core.plan import Sizes
+from glowplug.plugins.graphs.staging import Staging
+
+T = TypeVar("T")
+ALIGNED = 256  #: bytes at which each field begins
+LONG, INT = np.dtype(np.int64), np.dtype(np.int32)
+
+
+class Recorder(Protocol):
+    """How a piece becomes a graph."""
+
+    def record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        """Run ``work`` for first-use costs, then capture it: a call that replays it, and its results, valid already."""
+        ...
+
+    def loosen(self, results: T) -> T:
+        """The same results without a claim on their memory: from now on another slot's replay may write over them."""
+        ...
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a slot holds: ``rows`` rows of ``width`` tokens and ``columns`` pages; the rest says where padding goes.
+
+    ``spare``: row of the sequence table that is nobody's.
+    """
+
+    mode: Mode
+    rows: int
+    width: int
+    columns: int
+    page_size: int
+    spare: int
+
+    @staticmethod
+    def of(mode: Mode, rows: int, sizes: Sizes) -> Shape:
+        columns = -(-sizes.positions // sizes.page_size)
+        return Shape(mode, rows, sizes.width, columns, sizes.page_size, sizes.max_running)
+
+    @property
+    def fields(self) -> tuple[tuple[int, np.dtype[Any]], ...]:
+        """Length and dtype of positions, slots, rows and kv_lens, as they lie behind one another."""
+        tokens = self.rows * self.width
+        return (tokens, LONG), (tokens, LONG), (self.rows, LONG), (self.rows, INT)
+
+    @property
+    def offsets(self) -> list[int]:
+        """Byte at which each field begins, and at which the last one ends."""
+        ends = [0]
+        for length, dtype in self.fields:
+            ends.append(ends[-1] + -(-length * dtype.itemsize // ALIGNED) * ALIGNED)
+        return ends
+
+    @property
+    def padded_length(self) -> int:
+        """Tokens in the cache of a row that fills up: a speculative draft finds one before its own."""
+        return self.width + (self.width > 1)
+
+
+class Piece:
+    """Stands for one graph where attention plans it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class Slot:
+    """See ``core.segments.Segments``: pieces are captured while ``recorder`` is set, replayed afterwards.
+
+    Attributes:
+        batch: the slot's own batch. Its device tensors stay where they are.
+    """
+
+    def __init__(self, shape: Shape, device: torch.device, staging: Staging, recorder: Recorder | None) -> None:
+        self.shape, self.recorder, self._staging = shape, recorder, staging
+        self._memory = torch.zeros(shape.offsets[-1], dtype=torch.uint8, device=device)
+        self._table = torch.zeros(shape.rows, shape.columns, dtype=torch.int32, device=device)
+        self._pages: NDArray[np.int32] = np.zeros((shape.rows, shape.columns), np.int32)  # what ``_table`` holds
+        self._offsets = np.arange(shape.width, dtype=np.int64)
+        self._live = 0
+        self._graphs: dict[str, tuple[Callable[[], None], Any]] = {}
+        self._parts: dict[str, Piece] = {}
+        self.batch = self._own_batch(device)
+
+    def _own_batch(self, device: torch.device) -> Batch:
+        rows, width = self.shape.rows, self.shape.width
+        made = Batch(
+            step=0, mode=self.shape.mode, rows=np.full(rows, self.shape.spare, np.int32),
+            epochs=np.zeros(rows, np.int64), num_decodes=rows, query_lens=np.full(rows, width, np.int32),
+            kv_lens=np.full(rows, self.shape.padded_length, np.int32), samples=np.ones(rows, np.bool_),
+            prompt_ids=np.zeros(0, np.int32), pages=self._pages[:, :1], segments=self,
+            agreed=StepShape(self.shape.mode, rows, rows * width))
+        offsets = self.shape.offsets
+        made.positions, made.slots, made.row_ids, made.kv_lens_device = (
+            self._memory[at : at + length * dtype.itemsize].view(torch.int64 if dtype == LONG else torch.int32)
+            for at, (length, dtype) in zip(offsets, self.shape.fields))
+        made.query_starts = torch.arange(rows + 1, dtype=torch.int32, device=device) * width
+        made.page_table = self._table
+        return made
+
+    # ---- Segments ---------------------------------------------------------------------------------------------------
+
+    def part(self, name: str) -> object:
+        return self._parts.setdefault(name, Piece(name))
+
+    def run(self, name: str, work: Callable[[], T]) -> T:
+        found = self._graphs.get(name)
+        if found is None:
+            return work() if self.recorder is None else self._record(name, work)
+        found[0]()
+        return found[1]  # type: ignore[no-any-return]
+
+    def _record(self, name: str, work: Callable[[], T]) -> T:
+        assert self.recorder is not None
+        try:
+            self._graphs[name] = self.recorder.record(work)
+        except Exception as error:
+            error.add_note(name)
+            raise
+        return self._graphs[name][1]  # type: ignore[no-any-return]
+
+    def seal(self) -> None:
+        """Nothing more is captured; results share their memory with those of the slots captured after this one."""
+        assert self.recorder is not None, "it is sealed once"
+        self._graphs = {name: (replay, self.recorder.loosen(results))
+                        for name, (replay, results) in self._graphs.items()}
+        self.recorder = None
+
+    @property
+    def pieces(self) -> tuple[str, ...]:
+        """Names of what was captured."""
+        return tuple(self._graphs)
+
+    # ---- filling ----------------------------------------------------------------------------------------------------
+
+    def fill(self, batch: Batch) -> Batch:
+        """The rows of ``batch``, then padding; enqueued, without waiting for the device."""
+        own, live, width = self.batch, batch.num_rows, self.shape.width
+        own.step = batch.step
+        own.rows[:live], own.rows[live:] = batch.rows, self.shape.spare
+        own.kv_lens[:live], own.kv_lens[live:] = batch.kv_lens, self.shape.padded_length
+        self._fill_pages(batch.pages, live)
+        positions = (own.kv_lens - width).astype(np.int64)[:, None] + self._offsets
+        columns = positions // self.shape.page_size
+        slots = self._slots(positions, columns, live)
+        self._send(positions, slots, own.rows, own.kv_lens)
+        return own
+
+    def _slots(self, positions: NDArray[np.int64], columns: NDArray[np.int64], live: int) -> NDArray[np.int64]:
+        slots = positions % self.shape.page_size
+        slots[:live] += np.take_along_axis(self._pages[:live], columns[:live], 1) * np.int64(self.shape.page_size)
+        return slots
+
+    def _send(self, *fields: NDArray[Any]) -> None:
+        with self._staging.turn(len(self._memory)) as host:
+            bytes_of = host.numpy()
+            for at, (length, dtype), values in zip(self.shape.offsets, self.shape.fields, fields):
+                bytes_of[at : at + length * dtype.itemsize].view(dtype)[:] = values.reshape(-1)
+            self._memory.copy_(host, non_blocking=True)
+
+    def _fill_pages(self, pages: NDArray[np.int32], live: int) -> None:
+        """Bring the page table up to date. Columns behind ``pages`` keep what they held: no row reads so far."""
+        columns = pages.shape[1]
+        self.batch.pages = self._pages[:, :columns]
+        if live == self._live and np.array_equal(self._pages[:live, :columns], pages):
+            return
+        top, self._live = max(live, self._live), live
+        self._pages[:live, :columns], self._pages[live:top] = pages, 0
+        if not top:
+            return
+        with self._staging.turn(4 * top * columns) as host:
+            staged = host.view(torch.int32).view(top, columns)
+            staged.numpy()[:] = self._pages[:top, :columns]
+            self._table[:top, :columns].copy_(staged, non_blocking=True)
+
+    def table(self) -> Tensor:
+        """The page table on the device, int32 [B, columns]."""
+        return self._table

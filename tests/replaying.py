@@ -1,0 +1,21 @@
+"""A plugin for tests: the graph runner "replaying", which is "cuda_graph" over functions instead of CUDA's graphs, so
+that padding, slots and filling are tested on a CPU."""
+from __future__ import annotations
+
+from typing import Literal
+
+from glowplug.core.component import Component
+from glowplug.core.hookspecs import hookimpl
+from glowplug.core.offers import GraphOffers
+from glowplug.plugins.graphs.cuda_graph import CudaGraphOptions
+
+
+class ReplayingOptions(CudaGraphOptions):
+    use: Literal["replaying"] = "replaying"  # type: ignore[assignment]
+    breaks: str | None = None  #: "mode rows piece" whose capture fails
+
+
+@hookimpl
+def register_graph_runners() -> list[Component]:
+    return [Component(name="replaying", options=ReplayingOptions, factory="tests.replaying_runtime:Replaying",
+                      offers=GraphOffers(), summary="graphs of functions")]
