@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,9 +39,9 @@ class CudaExperts:
         for name, full, index, expert, rows in expert_slices(self.shape):
             yield Target(f"{name}.weight", full, self.w2[expert] if rows is None else self.w13[expert, rows], index)
         for name, full, rows in shared_slices(self.shape):
-            yield Target(f"{name}.weight", full, put=lambda value, rows=rows: self._take_shared(value, rows))
+            yield Target(f"{name}.weight", full, put=partial(self._take_shared, rows=rows))
 
-    def _take_shared(self, value: Tensor, rows: slice | None) -> None:
+    def _take_shared(self, value: Tensor, *, rows: slice | None) -> None:
         """``rows`` of w13 from gates or ups [S * inter, hidden]; None: w2 from [hidden, S * inter]."""
         shape = self.shape
         if rows is None:
