@@ -59,13 +59,13 @@ def mla_reference(q_nope: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor, 
 
 
 def prologue(query: Tensor, compressed: Tensor, norm_weight: Tensor, eps: float, cos_sin: Tensor, interleaved: bool,
-             cache: Tensor, slots: Tensor, absorbed: Tensor, own: Tensor) -> None:
+             cache: Tensor, slots: Tensor, absorbed: Tensor, own: Tensor, w_uk: Tensor) -> None:
     """From a step's projections to what attention reads. T tokens, of which the first D are those of decoding rows.
 
     query [T, H, N + P], compressed [T, C + P], norm_weight [C], cos_sin float32 [T, P], cache [slots, C + P], slots
     int64 [T], absorbed [D, H, C + P], own [T - D, C + P]. The latent is normed and the key's rotary part rotated into
-    ``cache``, and into ``own`` for the tokens behind D; the query's rotary part goes, rotated, into the last P of
-    ``absorbed``, and for the tokens behind D back into ``query``.
+    ``cache``, and into ``own`` for the tokens behind D. ``absorbed`` gets the query times w_uk [H, N, C], then its
+    rotary part, rotated; for the tokens behind D that goes back into ``query``.
     """
     lora, decode = norm_weight.shape[0], absorbed.shape[0]
     rope = compressed.shape[1] - lora
@@ -76,6 +76,17 @@ def prologue(query: Tensor, compressed: Tensor, norm_weight: Tensor, eps: float,
     turned = rotate_reference(query[..., -rope:], cos_sin, interleaved)
     absorbed[..., lora:] = turned[:decode]
     query[decode:, :, -rope:] = turned[decode:]
+    absorb(query[:decode, :, :-rope], w_uk, absorbed)
+
+
+def absorb(q_nope: Tensor, w_uk: Tensor, absorbed: Tensor) -> None:
+    """q_nope [T, H, N] times w_uk [H, N, C] into the first C of ``absorbed`` [T, H, C + P]."""
+    torch.bmm(q_nope.transpose(0, 1), w_uk, out=absorbed[..., : w_uk.shape[2]].transpose(0, 1))
+
+
+def project(latent: Tensor, w_uv: Tensor, out: Tensor) -> None:
+    """latent [T, H, C] times w_uv [H, C, V] into out [T, H, V]."""
+    torch.bmm(latent.transpose(0, 1), w_uv, out=out.transpose(0, 1))
 
 
 def store(latent: Tensor, k_rope: Tensor, cache: Tensor, slots: Tensor) -> None:

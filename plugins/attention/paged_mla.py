@@ -109,9 +109,10 @@ class PagedMla:
         self._kernels.store(latent, k_rope, kv, step.slots)
         absorbed = q_nope.new_empty(count, layer.heads, self._lora + self._rope)
         absorbed[..., self._lora :] = q_rope[:count]
+        self._kernels.absorb(q_nope[:count], layer.w_uk, absorbed)
         query = torch.cat((q_nope[count:], q_rope[count:]), dim=-1)
         own = torch.cat((latent[count:], k_rope[count:]), dim=-1)
-        return self._attend(q_nope[:count], absorbed, query, own, layer)
+        return self._attend(absorbed, query, own, layer)
 
     def mla_projected(self, query: Tensor, compressed: Tensor, norm_weight: Tensor, eps: float, at: RopeRows,
                       layer: MlaLayer) -> Tensor:
@@ -120,8 +121,8 @@ class PagedMla:
         absorbed = query.new_empty(count, layer.heads, self._lora + self._rope)
         own = query.new_empty(query.shape[0] - count, self._lora + self._rope)
         self._kernels.prologue(query, compressed, norm_weight, eps, at.cos_sin, at.interleaved, self._kv[layer.index],
-                               step.slots, absorbed, own)
-        return self._attend(query[:count, :, : layer.nope_dim], absorbed, query[count:], own, layer)
+                               step.slots, absorbed, own, layer.w_uk)
+        return self._attend(absorbed, query[count:], own, layer)
 
     def store_mla(self, latent: Tensor, k_rope: Tensor, slots: Tensor, layer: MlaLayer) -> None:
         self._kernels.store(latent, k_rope, self._kv[layer.index], slots)
@@ -135,18 +136,17 @@ class PagedMla:
         assert self._step is not None, "plan_step comes first"
         return self._step
 
-    def _attend(self, q_nope: Tensor, absorbed: Tensor, query: Tensor, own: Tensor, layer: MlaLayer) -> Tensor:
-        """Decoding tokens' q_nope [n, H, nope] and absorbed [n, H, lora + rope], whose latent part is still to be
-        filled; prefill tokens' query [m, H, nope + rope] and own keys [m, lora + rope] -> [n + m, H * v_dim]."""
+    def _attend(self, absorbed: Tensor, query: Tensor, own: Tensor, layer: MlaLayer) -> Tensor:
+        """Decoding tokens' absorbed [n, H, lora + rope]; prefill tokens' query [m, H, nope + rope] and own keys
+        [m, lora + rope] -> [n + m, H * v_dim]."""
         step = self._planned()
         kv, size = self._kv[layer.index], layer.heads * layer.v_dim
         if not step.decode and len(step.ragged) == 1:
             return self._ragged(step.ragged[0], query, own, kv, layer).reshape(-1, size)
         out = query.new_empty(step.decode + query.shape[0], layer.heads, layer.v_dim)
         if step.decode:
-            torch.bmm(q_nope.transpose(0, 1), layer.w_uk, out=absorbed[..., : self._lora].transpose(0, 1))
             latent = self.decode(absorbed, kv, layer.scale, layer)
-            torch.bmm(latent.transpose(0, 1), layer.w_uv, out=out[: step.decode].transpose(0, 1))
+            self._kernels.project(latent, layer.w_uv, out[: step.decode])
         for rows in step.ragged:
             at = slice(rows.first - step.decode, rows.first - step.decode + rows.tokens)
             out[rows.first : rows.first + rows.tokens] = self._ragged(rows, query[at], own[at], kv, layer)
@@ -171,7 +171,7 @@ class PagedMla:
 
 
 def _kernels(device: torch.device) -> Any:
-    """``prologue``, ``store`` and ``gather``: by Triton on a GPU, else in torch."""
+    """``prologue``, ``absorb``, ``project``, ``store`` and ``gather``: by Triton on a GPU, else in torch."""
     if device.type == "cuda":
         from glowplug.kernels.triton import mla_prologue
 

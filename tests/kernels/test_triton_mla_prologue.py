@@ -32,12 +32,14 @@ class Case:
         self.cache = torch.full((2 * tokens + 5, lora + turned), NAN, device=DEVICE).to(kept or dtype)
         self.absorbed = torch.full((decode, heads, lora + turned), NAN, device=DEVICE, dtype=dtype)
         self.own = torch.full((tokens - decode, lora + turned), NAN, device=DEVICE, dtype=dtype)
+        both = torch.randn(heads, nope + 5, lora, generator=generator).to(DEVICE, dtype)
+        self.w_uk, self.w_uv = both[:, :nope] * nope**-0.5, (both[:, nope:] * lora**-0.5).transpose(1, 2)
 
     def run(self, prologue: object, interleaved: bool) -> list[Tensor]:
         made = [x.clone() for x in (self.query, self.cache, self.absorbed, self.own)]
         query = made[0]
         prologue(query, self.compressed, self.weight, 1e-6, self.cos_sin, interleaved,  # type: ignore[operator]
-                 made[1], self.slots, made[2], made[3])
+                 made[1], self.slots, made[2], made[3], self.w_uk)
         return [x.float().cpu() for x in made]
 
 
@@ -47,12 +49,29 @@ SIZES = [(3, 2, 3, 8, 16, 4), (2, 0, 1, 4, 24, 6), (2, 2, 17, 8, 16, 8), (1, 1, 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_it_writes_what_the_reference_writes(sizes: tuple[int, ...], interleaved: bool) -> None:
-    """What neither writes stays NaN: the latent part of absorbed queries, and cache slots of others."""
+    """What neither writes stays NaN: cache slots of others."""
     for seed in (0, 1):
         case = Case(*sizes, seed=seed)
         for got, expected in zip(case.run(mla_prologue.prologue, interleaved), case.run(mla.prologue, interleaved),
                                  strict=True):
             torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_products_by_heads(sizes: tuple[int, ...]) -> None:
+    case = Case(*sizes, seed=4)
+    tokens, decode, heads, nope, lora, turned = sizes
+    for few in (0, mla_prologue.FEW):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mla_prologue, "FEW", few)
+            made = [case.absorbed.clone(), case.absorbed.clone()]
+            out = [case.own.new_full((tokens, heads, 5), NAN) for _ in range(2)]
+            for where, kernels in enumerate((mla_prologue, mla)):
+                kernels.absorb(case.query[:decode, :, :nope], case.w_uk, made[where])
+                latent = torch.randn(tokens, heads, lora, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+                kernels.project(latent, case.w_uv, out[where])
+        torch.testing.assert_close(made[0], made[1], rtol=1e-5, atol=1e-5, equal_nan=True)
+        torch.testing.assert_close(out[0], out[1], rtol=1e-5, atol=1e-5)
 
 
 def test_store_and_gather() -> None:
