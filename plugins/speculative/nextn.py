@@ -17,8 +17,8 @@ from glowplug.core.offers import EVERY_MODE_GRAPH, Capture, Mode, SpeculativeOff
 from glowplug.core.options import SpeculativeOptions
 
 MOST_STEPS = 15
-#: the target's steps may be replayed from graphs; draft passes run as they come
-MODES = {**EVERY_MODE_GRAPH, Mode.DRAFT_EXTEND: Capture.EAGER, Mode.DRAFT_DECODE: Capture.EAGER}
+#: steps of decoding rows may be replayed from graphs, draft passes too; prompts are stored as they come
+MODES = {**EVERY_MODE_GRAPH, Mode.DRAFT_EXTEND: Capture.EAGER}
 
 
 class NextNOptions(SpeculativeOptions):

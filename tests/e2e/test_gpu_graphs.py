@@ -1,0 +1,107 @@
+"""Steps replayed from CUDA graphs give the tokens of eager ones, at batch sizes on both sides of each captured one."""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from glowplug import LLM, SamplingParams
+from tests.tiny import VOCAB, write_config
+
+pytestmark = pytest.mark.gpu
+SIZES = [1, 2, 4, 8]
+
+
+def engine(folder: Path, **config: Any) -> LLM:
+    base: dict[str, Any] = {
+        "weights": {"use": "random"}, "skip_tokenizer": True, "dtype": "float32", "device": "cuda",
+        "context_length": 256, "memory": {"kv_tokens": 4096}, "scheduler": {"max_running_requests": 9},
+        "graphs": {"use": "cuda_graph", "batch_sizes": SIZES}}
+    return LLM(model=str(folder), **{**base, **config})
+
+
+def prompts(count: int) -> list[list[int]]:
+    rng = np.random.default_rng(count)
+    return [rng.integers(2, VOCAB, 1 + 17 * i % 70).tolist() for i in range(count)]
+
+
+def lengths(count: int) -> list[SamplingParams]:
+    return [SamplingParams(temperature=0.0, max_tokens=8 + 3 * i, ignore_eos=True) for i in range(count)]
+
+
+def runner_of(llm: LLM) -> Any:
+    executor: Any = llm._executor
+    return executor._engine.runner
+
+
+def tokens(llm: LLM, count: int, params: Any = None) -> list[list[int]]:
+    found = [one.token_ids for one in llm.generate(prompts(count), params or lengths(count))]
+    pages = llm.control("check")
+    assert pages["running"] == 0 and pages["free"] + pages["evictable"] == pages["total"]
+    return found
+
+
+def folder_of(path: Path, name: str) -> Path:
+    return write_config(path / name, name, num_nextn_predict_layers=int("v3" in name))
+
+
+@pytest.mark.parametrize("name", ["v2", "v3", "v3_fp8"])
+@pytest.mark.parametrize("more", [{}, {"scheduler": {"max_running_requests": 9, "overlap": False}}],
+                         ids=["overlap", "in_turn"])
+def test_graphs_give_the_eager_tokens(tmp_path: Path, name: str, more: dict[str, Any]) -> None:
+    folder = folder_of(tmp_path, name)
+    counts = (1, 2, 3, 4, 5, 8, 9)
+    if "fp8" in name:
+        more = {**more, "quantization": {"use": "block_fp8", "activations": "none"}}
+    with engine(folder, **more, graphs={"use": "eager"}) as llm:
+        eager = [tokens(llm, count) for count in counts]
+    with engine(folder, **more) as llm:
+        assert [tokens(llm, count) for count in counts] == eager
+        assert sorted(runner_of(llm).graphs._slots["decode"]) == SIZES
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_verification_and_drafts_are_replayed(tmp_path: Path, steps: int) -> None:
+    folder = folder_of(tmp_path, "v3")
+    with engine(folder, graphs={"use": "eager"}) as llm:
+        plain = [tokens(llm, count) for count in (1, 3, 9)]
+    for overlap in (True, False):
+        with engine(folder, speculative={"use": "nextn", "steps": steps},
+                    scheduler={"max_running_requests": 9, "overlap": overlap}) as llm:
+            assert [tokens(llm, count) for count in (1, 3, 9)] == plain
+            pieces = next(iter(runner_of(llm).graphs._slots["verify"].values())).pieces
+            assert {f"draft {steps}", "places", "forward", "accept greedy"} <= set(pieces)
+
+
+def test_every_way_of_sampling(tmp_path: Path) -> None:
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
+        SamplingParams(temperature=1.0, seed=5, max_tokens=17, ignore_eos=True),
+        SamplingParams(temperature=0.7, top_p=0.8, seed=6, max_tokens=9, ignore_eos=True),
+        SamplingParams(temperature=0.0, repetition_penalty=1.3, max_tokens=14, ignore_eos=True),
+        SamplingParams(temperature=0.0, logprobs=2, max_tokens=11, ignore_eos=True),
+    ]
+    folder = folder_of(tmp_path, "v3")
+    for more in ({}, {"speculative": {"use": "nextn", "steps": 2}}):
+        with engine(folder, **more, graphs={"use": "eager"}) as llm:
+            eager = [tokens(llm, 1, [one]) for one in params] + tokens(llm, 5, params)
+        with engine(folder, **more) as llm:
+            assert [tokens(llm, 1, [one]) for one in params] + tokens(llm, 5, params) == eager
+
+
+def test_replays_take_no_memory(tmp_path: Path) -> None:
+    long = [SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)] * 5
+    with engine(folder_of(tmp_path, "v2")) as llm:
+        tokens(llm, 5, long)
+        before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        tokens(llm, 5, long)
+        assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
+
+
+def test_auto_captures_and_says_what_it_took(tmp_path: Path) -> None:
+    with engine(folder_of(tmp_path, "v3"), graphs={}) as llm:
+        assert llm.plan.choice("graphs").name == "cuda_graph"
+        assert llm.control("info")["startup_seconds"]["capture"] > 0
