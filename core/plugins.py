@@ -63,6 +63,7 @@ DEFAULT_PLUGINS = (
     "glowplug.plugins.graphs.eager",
     "glowplug.plugins.cache.radix",
     "glowplug.plugins.cache.none",
+    "glowplug.plugins.sampling.triton_sampler",
     "glowplug.plugins.sampling.torch_sampler",
     "glowplug.plugins.outputs.deepseek_r1",
     "glowplug.plugins.outputs.tokenizer",

@@ -6,13 +6,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from glowplug.kernels.triton import dependent
 from glowplug.kernels.triton.norm import rows_of
 
 BLOCK = 1024  #: elements a program
 
 
 @triton.jit
-def _silu_and_mul(x, out, x_stride, size, BLOCK: tl.constexpr):
+def _silu_and_mul(x, out, x_stride, size, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    dependent.begin(DEPENDENT)
+    dependent.wait(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
@@ -27,5 +30,6 @@ def silu_and_mul(x: Tensor) -> Tensor:
     rows, size = flat.shape[0], x.shape[-1] // 2
     out = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
     if rows:
-        _silu_and_mul[(rows, triton.cdiv(size, BLOCK))](flat, out, flat.stride(0), size, BLOCK=BLOCK)
+        _silu_and_mul[(rows, triton.cdiv(size, BLOCK))](flat, out, flat.stride(0), size, BLOCK=BLOCK,
+                                                            **dependent.options())
     return out

@@ -6,26 +6,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from glowplug.kernels.triton import dependent
+
 
 @triton.jit
-def _rms_norm(x, weight, out, x_stride, size, eps, BLOCK: tl.constexpr):
+def _rms_norm(x, weight, out, x_stride, size, eps, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    dependent.begin(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < size
-    value = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
     gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    dependent.wait(DEPENDENT)
+    value = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value) / size + eps)
     tl.store(out + row * size + at, (value * scale * gain).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _add_rms_norm(x, residual, weight, out, total, x_stride, residual_stride, size, eps, BLOCK: tl.constexpr):
+def _add_rms_norm(x, residual, weight, out, total, x_stride, residual_stride, size, eps, BLOCK: tl.constexpr,
+                  DEPENDENT: tl.constexpr):
+    dependent.begin(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < size
+    gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    dependent.wait(DEPENDENT)
     value = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
     value += tl.load(residual + row * residual_stride + at, mask=inside, other=0.0).to(tl.float32)
-    gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     rounded = value.to(total.dtype.element_ty)
     tl.store(total + row * size + at, rounded, mask=inside)
     value = rounded.to(tl.float32)  # what the next layer will read, not what the sum was before rounding
@@ -51,7 +58,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if rows:
         block = triton.next_power_of_2(size)
-        _rms_norm[(rows,)](flat, weight, out, flat.stride(0), size, eps, BLOCK=block, num_warps=warps_for(block))
+        _rms_norm[(rows,)](flat, weight, out, flat.stride(0), size, eps, BLOCK=block, num_warps=warps_for(block),
+                           **dependent.options())
     return out
 
 
@@ -63,5 +71,6 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     if rows:
         block = triton.next_power_of_2(size)
         _add_rms_norm[(rows,)](flat, before, weight, out, total, flat.stride(0), before.stride(0), size, eps,
-                               BLOCK=block, num_warps=warps_for(block))
+                               BLOCK=block, num_warps=warps_for(block),
+                               **dependent.options())
     return out, total

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from glowplug.kernels.triton import dependent
+
 ELEMENTS = 2048  #: about what one program rotates
 
 
@@ -32,7 +34,9 @@ def _turn(x, out, cos_sin, head_stride, heads, first, half, HEADS: tl.constexpr,
 
 @triton.jit
 def _rope(q, k, q_out, k_out, cos_sin, q_token, q_head, k_token, k_head, q_heads, k_heads, half, q_blocks,
-          HEADS: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+          HEADS: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, DEPENDENT: tl.constexpr):
+    dependent.begin(DEPENDENT)
+    dependent.wait(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     row = cos_sin + token * half * 2
@@ -61,5 +65,6 @@ def rotate(q: Tensor, k: Tensor, cos_sin: Tensor, interleaved: bool) -> tuple[Te
     if tokens and q_blocks + k_blocks:
         _rope[(tokens, q_blocks + k_blocks)](
             q, k, q_out, k_out, cos_sin, q.stride(0), q.stride(1), k.stride(0), k.stride(1), q_heads, k_heads,
-            size // 2, q_blocks, HEADS=heads, HALF=half, INTERLEAVED=interleaved)
+            size // 2, q_blocks, HEADS=heads, HALF=half, INTERLEAVED=interleaved,
+            **dependent.options())
     return q_out, k_out

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from glowplug.core.plan import EnginePlan
-from glowplug.core.protocols import Quantized, Worker
+from glowplug.core.protocols import Quantized, Route, Worker
 from glowplug.kernels import activation, fp8, norm, rope, routing
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class TorchOps:
         self.silu_and_mul = activation.silu_and_mul
         self.topk_softmax = routing.topk_softmax
         self.topk_sigmoid = routing.topk_sigmoid
-        self.route = None
+        self.route: Route | None = None
         self.fused: Mapping[tuple[str, str], Callable[..., Any]] = {
             ("cast", FP8_VALUES): _fp8_values,
             ("rms_norm", FP8_VALUES): _rms_norm_fp8,

@@ -1,17 +1,21 @@
 """The runtime of ``ops.triton``: what Triton does better than torch; the rest is ``ops.torch``'s."""
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from glowplug.core.plan import EnginePlan
-from glowplug.core.protocols import RopeRows, Worker
-from glowplug.kernels.triton import activation, norm, rope
+from glowplug.core.protocols import Quantized, RopeRows, Worker
+from glowplug.kernels.triton import activation, fp8_quant, norm, rope
+from glowplug.kernels.triton.route import route
 from glowplug.plugins.ops.torch_ops_runtime import TorchOps
 
 if TYPE_CHECKING:
     from glowplug.plugins.ops.triton_ops import TritonOpsOptions
+
+FP8 = "fp8_group128"
 
 
 class TritonOps(TorchOps):
@@ -22,6 +26,14 @@ class TritonOps(TorchOps):
         self.rms_norm = norm.rms_norm
         self.add_rms_norm = norm.add_rms_norm
         self.silu_and_mul = activation.silu_and_mul
+        self.route = route
+        self.fused: Mapping[tuple[str, str], Callable[..., Any]] = {
+            **self.fused,
+            ("cast", FP8): _cast_fp8,
+            ("rms_norm", FP8): _rms_norm_fp8,
+            ("add_rms_norm", FP8): _add_rms_norm_fp8,
+            ("silu_and_mul", FP8): _silu_and_mul_fp8,
+        }
 
     def rope_at(self, table: Tensor, positions: Tensor, interleaved: bool) -> RopeRows:
         return RopeRows(table.index_select(0, positions), interleaved)
@@ -29,3 +41,20 @@ class TritonOps(TorchOps):
     def rope(self, q: Tensor, k: Tensor, at: object) -> tuple[Tensor, Tensor]:
         assert isinstance(at, RopeRows)
         return rope.rotate(q, k, at.cos_sin, at.interleaved)
+
+
+def _cast_fp8(x: Tensor) -> Quantized:
+    return Quantized(*fp8_quant.quantize(x))
+
+
+def _rms_norm_fp8(x: Tensor, weight: Tensor, eps: float) -> Quantized:
+    return Quantized(*fp8_quant.rms_norm(x, weight, eps))
+
+
+def _add_rms_norm_fp8(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Quantized, Tensor]:
+    normed, total = fp8_quant.add_rms_norm(x, residual, weight, eps)
+    return Quantized(*normed), total
+
+
+def _silu_and_mul_fp8(x: Tensor) -> Quantized:
+    return Quantized(*fp8_quant.silu_and_mul(x))

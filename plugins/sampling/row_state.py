@@ -23,12 +23,13 @@ class Feature(IntFlag):
 
     RANDOM = 1
     MIN_P = 2
-    CUTOFF = 4  #: top-k or top-p
-    PENALTIES = 8
-    BIAS = 16
-    ALLOWED = 32
-    MIN_TOKENS = 64
-    LOGPROBS = 128
+    TOP_K = 4
+    TOP_P = 8
+    PENALTIES = 16
+    BIAS = 32
+    ALLOWED = 64
+    MIN_TOKENS = 128
+    LOGPROBS = 256
 
     @property
     def edits(self) -> bool:
@@ -42,7 +43,8 @@ def features_of(params: SamplingParams, stop_ids: frozenset[int]) -> Feature:
     needed = {
         Feature.RANDOM: random,
         Feature.MIN_P: random and params.min_p > 0,
-        Feature.CUTOFF: random and (params.top_k > 0 or params.top_p < 1),
+        Feature.TOP_K: random and params.top_k > 0,
+        Feature.TOP_P: random and params.top_p < 1,
         Feature.PENALTIES: bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1),
         Feature.BIAS: bool(params.logit_bias),
         Feature.ALLOWED: params.allowed_token_ids is not None,

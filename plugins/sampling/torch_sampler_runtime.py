@@ -120,14 +120,10 @@ class TorchSampler:
         raw = logits.clone() if step & Feature.LOGPROBS and step.edits else logits
         if step.edits:
             self._edit(logits, rows, positions, ahead)
-        tokens = logits.argmax(-1)
-        peak = logits.gather(1, tokens[:, None])
-        if step & Feature.RANDOM:
-            tokens = self._draw(logits, peak, tokens, rows, positions)
+        tokens, bad = self._choose(logits, rows, positions)
         logprobs = None
         if step & Feature.LOGPROBS:
             logprobs = LogprobTensors(*kernel.token_logprobs(raw, tokens, self._step_logprobs))
-        bad = (peak - peak).squeeze(1) != 0  # infinity less itself is NaN, which equals nothing
         return Sampled(tokens, bad, logprobs)
 
     def _edit(self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Tensor | None) -> None:
@@ -146,6 +142,15 @@ class TorchSampler:
                 logits, state > 0, state & (PROMPT_BIT - 1),
                 floats[:, REPETITION], floats[:, FREQUENCY], floats[:, PRESENCE])
 
+    def _choose(self, logits: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens int64 [N] of the edited logits, and bool [N]: the row holds no finite number, or NaN."""
+        tokens = logits.argmax(-1)
+        peak = logits.gather(1, tokens[:, None])
+        bad = (peak - peak).squeeze(1) != 0  # infinity less itself is NaN, which equals nothing
+        if self._step & Feature.RANDOM:
+            tokens = self._draw(logits, peak, tokens, rows, positions)
+        return tokens, bad
+
     def _draw(self, logits: Tensor, peak: Tensor, best: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         floats, ints = self._floats.device[rows], self._ints.device[rows]
         greedy = floats[:, TEMPERATURE] < GREEDY_BELOW
@@ -153,7 +158,7 @@ class TorchSampler:
         weights = (logits - peak).div_(temperature[:, None]).exp_()
         if self._step & Feature.MIN_P:
             weights.masked_fill_(weights < floats[:, MIN_P, None], 0.0)
-        if self._step & Feature.CUTOFF:
+        if self._step & (Feature.TOP_K | Feature.TOP_P):
             least = kernel.cutoff(weights, ints[:, TOP_K], floats[:, TOP_P])
             weights.masked_fill_(weights < least[:, None], 0.0)
         return torch.where(greedy, best, kernel.draw(weights, kernel.uniform(ints[:, SEED], positions)))

@@ -1,0 +1,256 @@
+"""Choosing tokens from logits in a few passes, by the rules of ``kernels.sampling``: no sort, no host synchronisation.
+
+A pass cuts each row into blocks of the vocabulary, one program a block; the last program of a row to finish combines
+what the blocks found, in order, so a result depends on its row alone. N rows, V vocabulary, B blocks a row.
+"""
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 2048  #: vocabulary entries a program; the same for every batch, since sums depend on it
+CHUNK = 128  #: entries compared with all pivots at a time
+PIVOTS = 16
+#: bits in which the thresholds of a pass are apart; weights are at most 1, whose bits are below 2^30
+SHIFTS = (26, 22, 18, 14, 10, 6, 2, 0)
+
+GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
+MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
+MIX_2 = tl.constexpr(0x94D049BB133111EB)
+BELOW_ONE = tl.constexpr(1.0 - 2.0**-53)
+
+
+class RowParameters(NamedTuple):
+    """Columns [R] over rows of the sequence table, each possibly strided; float32 but for ``seed``, ``top_k`` int64."""
+
+    temperature: Tensor
+    min_p: Tensor
+    top_p: Tensor
+    top_k: Tensor
+    seed: Tensor
+
+
+class Choice(NamedTuple):
+    """Of N rows: the most likely token int64, its logit float32, is that no finite number bool, and a cut-off float32
+    bits int32 (0: none yet)."""
+
+    tokens: Tensor
+    peaks: Tensor
+    bad: Tensor
+    least: Tensor
+
+
+@triton.jit
+def _finished(arrived, row, blocks):
+    """Is this the last program of ``row``? What the others stored is visible to it, and the counter is zero again."""
+    tl.debug_barrier()
+    last = tl.atomic_add(arrived + row, 1, sem="acq_rel") == blocks - 1
+    if last:
+        tl.store(arrived + row, 0)
+    return last
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 30)) * MIX_1
+    x = (x ^ (x >> 27)) * MIX_2
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _uniform(seed, position):
+    """float64 in [0, 1): ``kernels.sampling.uniform`` of stream 0."""
+    state = _mix(seed.to(tl.uint64) + GOLDEN)
+    state = _mix(state + position.to(tl.uint64) * GOLDEN)
+    return (state >> 11).to(tl.int64).to(tl.float64) * 1.1102230246251565e-16
+
+
+@triton.jit
+def _key(value, index):
+    """int64 that orders by value, NaN above all, then by the smaller index."""
+    bits = (value + 0.0).to(tl.int32, bitcast=True)  # the sum makes -0 equal to 0
+    ordered = tl.where(value != value, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
+    return (ordered.to(tl.int64) << 32) + (0x7FFFFFFF - index)
+
+
+@triton.jit
+def _best(logits, keys, arrived, tokens, peaks, bad, least, vocab, stride, blocks, BLOCK: tl.constexpr,
+          BLOCKS: tl.constexpr):
+    row, block = tl.program_id(0), tl.program_id(1)
+    index = block * BLOCK + tl.arange(0, BLOCK)
+    source = logits + row.to(tl.int64) * stride
+    value = tl.load(source + index, mask=index < vocab, other=float("-inf"))
+    tl.store(keys + row * blocks + block, tl.max(_key(value, index)))
+    if _finished(arrived, row, blocks):
+        each = tl.arange(0, BLOCKS)
+        found = tl.max(tl.load(keys + row * blocks + each, mask=each < blocks, other=-0x7FFFFFFFFFFFFFFF,
+                               cache_modifier=".cg"))
+        token = tl.minimum(0x7FFFFFFF - (found & 0xFFFFFFFF), vocab - 1)
+        peak = tl.load(source + token)
+        tl.store(tokens + row, token)
+        tl.store(peaks + row, peak)
+        tl.store(bad + row, (peak - peak) != 0)
+        tl.store(least + row, 0)
+
+
+@triton.jit
+def _weights(source, index, vocab, peak, temperature, min_p, least):
+    """exp((logit - peak) / temperature) where that is at least both cut-offs, 0 elsewhere."""
+    value = tl.load(source + index, mask=index < vocab, other=float("-inf"))
+    weight = tl.exp((value - peak) / temperature)
+    return tl.where((weight < min_p) | (weight < least) | (index >= vocab), 0.0, weight)
+
+
+@triton.jit(do_not_specialize=["shift"])
+def _narrow(logits, rows, peaks, least, low, goals, parts, arrived, temperatures, temperature_stride, min_ps,
+            min_p_stride, limits, limit_stride, vocab, stride, blocks, shift, coldest, FIRST: tl.constexpr,
+            LAST: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
+            PIVOTS: tl.constexpr):
+    """Raise ``low``, the bits of the largest weight known to leave enough, by the next four bits of it."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    state = tl.load(rows + row)
+    temperature = tl.load(temperatures + state * temperature_stride)
+    limit = tl.load(limits + state * limit_stride)
+    if COUNT:
+        wanted = (limit > 0) & (limit < vocab)
+    else:
+        wanted = limit < 1
+    if wanted & (temperature >= coldest):
+        pivot = tl.arange(0, PIVOTS) << shift
+        if not FIRST:
+            pivot += tl.load(low + row)
+        source = logits + row.to(tl.int64) * stride
+        peak, min_p = tl.load(peaks + row), tl.load(min_ps + state * min_p_stride)
+        cut = tl.load(least + row).to(tl.float32, bitcast=True)
+        part = tl.zeros((CHUNK, PIVOTS), tl.float32)
+        for start in range(0, BLOCK, CHUNK):
+            index = block * BLOCK + start + tl.arange(0, CHUNK)
+            weight = _weights(source, index, vocab, peak, temperature, min_p, cut)
+            above = weight.to(tl.int32, bitcast=True)[:, None] >= pivot[None, :]
+            if COUNT:
+                part += tl.where(above & (index < vocab)[:, None], 1.0, 0.0)
+            else:
+                part += tl.where(above, weight[:, None], 0.0)
+        place = parts + (row * blocks + block) * PIVOTS + tl.arange(0, PIVOTS)
+        tl.store(place, tl.sum(part, 0))
+        if _finished(arrived, row, blocks):
+            each = tl.arange(0, BLOCKS)
+            found = tl.load(parts + (row * blocks + each)[:, None] * PIVOTS + tl.arange(0, PIVOTS)[None, :],
+                            mask=(each < blocks)[:, None], other=0.0, cache_modifier=".cg")
+            total = tl.sum(found.to(tl.float64), 0)
+            if COUNT:
+                goal = limit.to(tl.float64)
+            elif FIRST:
+                goal = limit.to(tl.float64) * tl.max(total)
+                tl.store(goals + row, goal)
+            else:
+                goal = tl.load(goals + row)
+            enough = tl.sum((total >= goal).to(tl.int32), 0)
+            raised = (tl.maximum(enough, 1) - 1) << shift
+            if not FIRST:
+                raised += tl.load(low + row)
+            tl.store(low + row, raised)
+            if LAST:
+                tl.store(least + row, raised)
+
+
+@triton.jit
+def _first_above(weight, cumulative, target, SIZE: tl.constexpr):
+    """Position of the first positive ``weight`` whose cumulative sum exceeds ``target``; at most SIZE - 1."""
+    at = tl.arange(0, SIZE)
+    return tl.minimum(tl.min(tl.where((cumulative > target) & (weight > 0), at, SIZE)), SIZE - 1)
+
+
+@triton.jit
+def _draw(logits, rows, positions, tokens, peaks, least, masses, arrived, temperatures, temperature_stride, min_ps,
+          min_p_stride, seeds, seed_stride, vocab, stride, blocks, coldest, BLOCK: tl.constexpr,
+          BLOCKS: tl.constexpr):
+    row, block = tl.program_id(0), tl.program_id(1)
+    state = tl.load(rows + row)
+    temperature = tl.load(temperatures + state * temperature_stride)
+    if temperature >= coldest:
+        source = logits + row.to(tl.int64) * stride
+        peak, min_p = tl.load(peaks + row), tl.load(min_ps + state * min_p_stride)
+        cut = tl.load(least + row).to(tl.float32, bitcast=True)
+        weight = _weights(source, block * BLOCK + tl.arange(0, BLOCK), vocab, peak, temperature, min_p, cut)
+        tl.store(masses + row * blocks + block, tl.sum(weight.to(tl.float64)))
+        if _finished(arrived, row, blocks):
+            each = tl.arange(0, BLOCKS)
+            mass = tl.load(masses + row * blocks + each, mask=each < blocks, other=0.0, cache_modifier=".cg")
+            cumulative = tl.cumsum(mass, 0)
+            total = tl.max(cumulative)
+            uniform = _uniform(tl.load(seeds + state * seed_stride), tl.load(positions + row))
+            target = tl.minimum(uniform * total, total * BELOW_ONE)
+            chosen = _first_above(mass, cumulative, target, BLOCKS)
+            before = tl.max(tl.where(each < chosen, cumulative, 0.0))
+            weight = _weights(source, chosen * BLOCK + tl.arange(0, BLOCK), vocab, peak, temperature, min_p, cut)
+            inside = tl.cumsum(weight.to(tl.float64), 0)
+            target = tl.minimum(target - before, tl.max(inside) * BELOW_ONE)
+            token = chosen * BLOCK + _first_above(weight, inside, target, BLOCK)
+            tl.store(tokens + row, tl.minimum(token, vocab - 1).to(tl.int64))
+
+
+class _Grid(NamedTuple):
+    """What every pass over ``logits`` [N, V] needs to know of them."""
+
+    programs: tuple[int, int]
+    sizes: tuple[int, int, int]  #: V, stride between rows, B
+    blocks: int  #: B rounded up to a power of two
+
+    @classmethod
+    def over(cls, logits: Tensor) -> _Grid:
+        blocks = triton.cdiv(logits.shape[1], BLOCK)
+        return cls((logits.shape[0], blocks), (logits.shape[1], logits.stride(0), blocks),
+                   max(2, triton.next_power_of_2(blocks)))
+
+
+def best(logits: Tensor, arrived: Tensor) -> Choice:
+    """logits float32 [N, V], rows may be strided; ``arrived`` int32 [N or more], zeros before and after."""
+    rows, device = logits.shape[0], logits.device
+    grid = _Grid.over(logits)
+    choice = Choice(torch.empty(rows, dtype=torch.int64, device=device), torch.empty(rows, device=device),
+                    torch.empty(rows, dtype=torch.bool, device=device),
+                    torch.empty(rows, dtype=torch.int32, device=device))
+    if rows:
+        keys = torch.empty(grid.programs, dtype=torch.int64, device=device)
+        _best[grid.programs](logits, keys, arrived, *choice, *grid.sizes, BLOCK=BLOCK, BLOCKS=grid.blocks)
+    return choice
+
+
+def cut_off(logits: Tensor, choice: Choice, rows: Tensor, parameters: RowParameters, coldest: float, count: bool,
+            arrived: Tensor) -> None:
+    """Set ``choice.least`` by top-k (``count``) or, of what that left, by top-p. Equal weights survive together.
+
+    Rows colder than ``coldest`` are greedy and left alone, as are rows whose limit is off.
+    """
+    grid, device = _Grid.over(logits), logits.device
+    low = torch.empty(len(rows), dtype=torch.int32, device=device)
+    goals = torch.empty(len(rows), dtype=torch.float64, device=device)
+    parts = torch.empty(*grid.programs, PIVOTS, device=device)
+    limits = parameters.top_k if count else parameters.top_p
+    for shift in SHIFTS if len(rows) else ():
+        _narrow[grid.programs](
+            logits, rows, choice.peaks, choice.least, low, goals, parts, arrived, *_columns(parameters, limits),
+            *grid.sizes, shift, coldest, FIRST=shift == SHIFTS[0], LAST=shift == SHIFTS[-1], COUNT=count, BLOCK=BLOCK,
+            BLOCKS=grid.blocks, CHUNK=CHUNK, PIVOTS=PIVOTS)
+
+
+def draw(logits: Tensor, choice: Choice, rows: Tensor, positions: Tensor, parameters: RowParameters, coldest: float,
+         arrived: Tensor) -> None:
+    """Replace ``choice.tokens`` of the rows that are not greedy by a draw at the uniform of (seed, position)."""
+    grid = _Grid.over(logits)
+    if len(rows):
+        masses = torch.empty(grid.programs, dtype=torch.float64, device=logits.device)
+        _draw[grid.programs](
+            logits, rows, positions, choice.tokens, choice.peaks, choice.least, masses, arrived,
+            *_columns(parameters, parameters.seed), *grid.sizes, coldest, BLOCK=BLOCK, BLOCKS=grid.blocks)
+
+
+def _columns(parameters: RowParameters, last: Tensor) -> tuple[Tensor | int, ...]:
+    """Temperature, min-p and one more column, each with its stride."""
+    each = (parameters.temperature, parameters.min_p, last)
+    return tuple(value for column in each for value in (column, column.stride(0)))
