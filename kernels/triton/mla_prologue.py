@@ -72,52 +72,72 @@ def _prologue(query, compressed, weight, cos_sin, cache, slots, absorbed, own, w
 
 
 @triton.jit
+def _angles(cos_sin, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Of a token: which elements make pairs, their cosines and sines, and which of BLOCK pairs there are."""
+    pair = tl.arange(0, BLOCK)
+    inside = pair < HALF
+    cos = tl.load(cos_sin + pair, mask=inside, other=0.0)
+    sin = tl.load(cos_sin + HALF + pair, mask=inside, other=0.0)
+    left = pair * 2 if INTERLEAVED else pair
+    right = left + 1 if INTERLEAVED else left + HALF
+    return left, right, cos, sin, inside
+
+
+@triton.jit
+def _key(source, gain, cos_sin, target, own, own_token, behind, eps, LORA: tl.constexpr, HALF: tl.constexpr,
+         LORA_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, FP8: tl.constexpr):
+    """One token's latent, normed, and rotary part, rotated, into ``target``, and into row ``behind`` of ``own``."""
+    left, right, cos, sin, inside = _angles(cos_sin, HALF, HALF_BLOCK, INTERLEAVED)
+    column = tl.arange(0, LORA_BLOCK)
+    held = column < LORA
+    a = tl.load(source + LORA + left, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(source + LORA + right, mask=inside, other=0.0).to(tl.float32)
+    latent = tl.load(source + column, mask=held, other=0.0).to(tl.float32)
+    weight = tl.load(gain + column, mask=held, other=0.0).to(tl.float32)
+    latent = latent * tl.rsqrt(tl.sum(latent * latent) / LORA + eps) * weight
+    turned_a, turned_b = a * cos - b * sin, b * cos + a * sin
+    _put(target + column, latent, FP8, held)
+    _put(target + LORA + left, turned_a, FP8, inside)
+    _put(target + LORA + right, turned_b, FP8, inside)
+    if behind >= 0:
+        mine = own + behind * own_token
+        _put(mine + column, latent, False, held)
+        _put(mine + LORA + left, turned_a, False, inside)
+        _put(mine + LORA + right, turned_b, False, inside)
+
+
+@triton.jit
+def _heads(source, cos_sin, target, first, heads, source_head, target_head, HALF: tl.constexpr,
+           HALF_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Rotary parts of HEAD_BLOCK query heads of one token, rotated, into ``target``, which may be ``source``."""
+    left, right, cos, sin, inside = _angles(cos_sin, HALF, HALF_BLOCK, INTERLEAVED)
+    head = first + tl.arange(0, HEAD_BLOCK)[:, None]
+    both = (head < heads) & inside[None, :]
+    a = tl.load(source + head * source_head + left[None, :], mask=both, other=0.0).to(tl.float32)
+    b = tl.load(source + head * source_head + right[None, :], mask=both, other=0.0).to(tl.float32)
+    cos, sin = cos[None, :], sin[None, :]
+    _put(target + head * target_head + left[None, :], a * cos - b * sin, False, both)
+    _put(target + head * target_head + right[None, :], b * cos + a * sin, False, both)
+
+
+@triton.jit
 def _token(query, compressed, weight, cos_sin, cache, slots, absorbed, own, token, part, decode, eps, query_token,
            query_head, compressed_token, cos_token, cache_slot, absorbed_token, absorbed_head, own_token, heads,
            NOPE: tl.constexpr, LORA: tl.constexpr, HALF: tl.constexpr, LORA_BLOCK: tl.constexpr,
            HALF_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, FP8: tl.constexpr):
     """The key of a token (part 0), or HEAD_BLOCK of its query heads."""
-    pair = tl.arange(0, HALF_BLOCK)
-    inside = pair < HALF
-    cos = tl.load(cos_sin + token * cos_token + pair, mask=inside, other=0.0)
-    sin = tl.load(cos_sin + token * cos_token + HALF + pair, mask=inside, other=0.0)
-    if INTERLEAVED:
-        left, right = pair * 2, pair * 2 + 1
-    else:
-        left, right = pair, pair + HALF
+    angles = cos_sin + token * cos_token
     if part == 0:
-        column = tl.arange(0, LORA_BLOCK)
-        held = column < LORA
-        source = compressed + token * compressed_token
-        a = tl.load(source + LORA + left, mask=inside, other=0.0).to(tl.float32)
-        b = tl.load(source + LORA + right, mask=inside, other=0.0).to(tl.float32)
-        latent = tl.load(source + column, mask=held, other=0.0).to(tl.float32)
-        gain = tl.load(weight + column, mask=held, other=0.0).to(tl.float32)
-        latent = latent * tl.rsqrt(tl.sum(latent * latent) / LORA + eps) * gain
-        turned_a, turned_b = a * cos - b * sin, b * cos + a * sin
-        target = cache + tl.load(slots + token) * cache_slot
-        _put(target + column, latent, FP8, held)
-        _put(target + LORA + left, turned_a, FP8, inside)
-        _put(target + LORA + right, turned_b, FP8, inside)
-        if token >= decode:
-            mine = own + (token - decode) * own_token
-            _put(mine + column, latent, False, held)
-            _put(mine + LORA + left, turned_a, False, inside)
-            _put(mine + LORA + right, turned_b, False, inside)
+        _key(compressed + token * compressed_token, weight, angles, cache + tl.load(slots + token) * cache_slot,
+             own, own_token, token - decode, eps, LORA, HALF, LORA_BLOCK, HALF_BLOCK, INTERLEAVED, FP8)
     else:
-        head = (part - 1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
-        both = (head < heads)[:, None] & inside[None, :]
-        source = query + token * query_token + head[:, None] * query_head + NOPE
-        a = tl.load(source + left[None, :], mask=both, other=0.0).to(tl.float32)
-        b = tl.load(source + right[None, :], mask=both, other=0.0).to(tl.float32)
-        turned_a, turned_b = a * cos[None, :] - b * sin[None, :], b * cos[None, :] + a * sin[None, :]
+        rotary, first = query + token * query_token + NOPE, (part - 1) * HEAD_BLOCK
         if token < decode:
-            target = absorbed + token * absorbed_token + head[:, None] * absorbed_head + LORA
-            _put(target + left[None, :], turned_a, False, both)
-            _put(target + right[None, :], turned_b, False, both)
+            _heads(rotary, angles, absorbed + token * absorbed_token + LORA, first, heads, query_head, absorbed_head,
+                   HALF, HALF_BLOCK, HEAD_BLOCK, INTERLEAVED)
         else:
-            _put(source + left[None, :], turned_a, False, both)
-            _put(source + right[None, :], turned_b, False, both)
+            _heads(rotary, angles, rotary, first, heads, query_head, query_head, HALF, HALF_BLOCK, HEAD_BLOCK,
+                   INTERLEAVED)
 
 
 @triton.jit
