@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from glowplug.core.batch import Accepted, Batch, PromptLogprobs, StepResult
+from glowplug.core.host_copy import Copy, HostCopier
 from glowplug.core.placement import send, slots_at
 from glowplug.core.protocols import AttentionBackend, GraphRunner, Model, Sampler, SpeculativeAlgorithm
 from glowplug.core.rows import SequenceTable
@@ -26,16 +27,18 @@ class InFlight:
     batch: Batch
     accepted: Accepted
     prompt_logprobs: list[PromptLogprobs]
-    event: torch.cuda.Event | None
+    copy: Copy | None  #: None where they lie on the host already
 
     def wait(self) -> StepResult:
-        if self.event is not None:
-            self.event.synchronize()
-        got = self.accepted
-        logprobs = None
-        if got.logprobs is not None:
-            logprobs = (got.logprobs.token.numpy(), got.logprobs.top_ids.numpy(), got.logprobs.top.numpy())
-        return StepResult(got.tokens.numpy(), got.counts.numpy(), got.bad.numpy(), logprobs, self.prompt_logprobs)
+        found = [part.numpy() for part in tensors_of(self.accepted)] if self.copy is None else self.copy.wait()
+        logprobs = (found[3], found[4], found[5]) if len(found) > 3 else None
+        return StepResult(found[0], found[1], found[2], logprobs, self.prompt_logprobs)
+
+
+def tensors_of(accepted: Accepted) -> list[torch.Tensor]:
+    """What the host reads of a step: tokens, counts, bad, and the three of log-probabilities if there are any."""
+    found, scores = [accepted.tokens, accepted.counts, accepted.bad], accepted.logprobs
+    return found if scores is None else [*found, scores.token, scores.top_ids, scores.top]
 
 
 class Runner:
@@ -46,6 +49,7 @@ class Runner:
         self.model, self.attention, self.speculative = model, attention, speculative
         self.sampler, self.graphs, self.table = sampler, graphs, table
         self.device = torch.device(device)
+        self._copier = HostCopier()
         self._speculates, self._on_host = speculative.width() > 1, self.device.type == "cpu"
 
     def launch(self, batch: Batch) -> InFlight:
@@ -89,7 +93,8 @@ class Runner:
                                   sequence.stop_ids)
 
     def _complete(self, batch: Batch) -> None:
-        """Fill the device fields from one packed host buffer; ``input_ids`` are the prompts' until drafts precede them."""
+        """Fill the device fields from one packed host buffer. ``input_ids`` are the prompts' until drafts precede them.
+        """
         rows, queries, page_size = batch.num_rows, batch.query_lens, self.table.page_size
         kv_lens = self._exact_lengths(batch) if self._on_host and batch.num_decodes else batch.kv_lens
         starts = np.zeros(rows + 1, np.int32)
@@ -171,17 +176,5 @@ class Runner:
         return PromptLogprobs(row, start, token, top_ids, values)
 
     def _to_host(self, batch: Batch, accepted: Accepted, scored: list[PromptLogprobs]) -> InFlight:
-        if self.device.type != "cuda":
-            return InFlight(batch, accepted, scored, None)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        moved = Accepted(self._pinned(accepted.tokens), self._pinned(accepted.counts), self._pinned(accepted.bad))
-        if accepted.logprobs is not None:
-            lp = accepted.logprobs
-            moved.logprobs = type(lp)(self._pinned(lp.token), self._pinned(lp.top_ids), self._pinned(lp.top))
-        event.record()
-        return InFlight(batch, moved, scored, event)
-
-    @staticmethod
-    def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
+        copy = None if self._on_host else self._copier.begin(tensors_of(accepted))
+        return InFlight(batch, accepted, scored, copy)

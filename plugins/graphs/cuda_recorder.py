@@ -15,7 +15,7 @@ class CudaRecorder:
     """See ``slot.Recorder``. Graphs of one recorder must be replayed one after another, on one stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:

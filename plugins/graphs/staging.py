@@ -16,7 +16,7 @@ class Staging:
     def __init__(self, size: int, device: torch.device) -> None:
         self._pinned = device.type == "cuda"
         self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned) for _ in range(TURNS)]
-        self._events = [torch.cuda.Event() for _ in range(TURNS)] if self._pinned else []
+        self._events = [torch.cuda.Event() for _ in range(TURNS if self._pinned else 0)]  # type: ignore[no-untyped-call]
         self._next = 0
 
     @contextmanager
