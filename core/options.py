@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from glowplug.core.component import Options
+from glowplug.core.offers import QuantizationOffers
 
 
 class Section(BaseModel):
@@ -25,7 +26,9 @@ class AttentionOptions(Options):
 
 
 class QuantizationOptions(Options):
-    pass
+    def dequantizes(self, device: str, offers: QuantizationOffers) -> bool:
+        """Are quantized weights kept in the compute dtype on ``device``?"""
+        return device in offers.dequantizes
 
 
 class ParallelOptions(Options):

@@ -21,6 +21,44 @@ BLOCK = 128
 DTYPE = "fp8_w8a8"
 
 
+@triton.jit
+def load_tile(at, group, depth, EVEN: tl.constexpr):
+    """Columns 128 * group to 128 * (group + 1) of the rows that ``at`` [R, 128] points to; zeros behind ``depth``."""
+    if EVEN:
+        tile = tl.load(at + group * 128)
+    else:
+        tile = tl.load(at + group * 128, mask=(group * 128 + tl.arange(0, 128) < depth)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def load_weight(weight, row, at, group, depth, TMA: tl.constexpr, EVEN: tl.constexpr):
+    """The same of a weight: through its descriptor from ``row`` on, or at the pointers ``at``."""
+    if TMA:
+        tile = weight.load([row, group * 128])
+    else:
+        tile = load_tile(at, group, depth, EVEN)
+    return tile
+
+
+@triton.jit
+def add_scaled(total, x, weight, x_scale, w_scale, ROW_SCALES: tl.constexpr, SWAP: tl.constexpr):
+    """total [M, N] ([N, M] swapped) + x [M, 128] times weight [N, 128], scales [M] and a number ([N] by row)."""
+    if SWAP:
+        product = tl.dot(weight, x.T)
+        if ROW_SCALES:
+            total += product * (w_scale[:, None] * x_scale[None, :])
+        else:
+            total += product * (x_scale * w_scale)[None, :]
+    else:
+        product = tl.dot(x, weight.T)
+        if ROW_SCALES:
+            total += product * (x_scale[:, None] * w_scale[None, :])
+        else:
+            total += product * (x_scale * w_scale)[:, None]
+    return total
+
+
 @triton.jit(do_not_specialize=["rows", "xs_stride", "ws_stride"])
 def _gemm(x, x_scales, weight, w_scales, out, rows, columns, depth, x_stride, xs_stride, ws_stride, out_stride,
           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, ROW_SCALES: tl.constexpr,
@@ -57,28 +95,9 @@ def _gemm(x, x_scales, weight, w_scales, out, rows, columns, depth, x_stride, xs
         ahead = tl.minimum(group + 1, groups - 1)
         next_x_scale = tl.load(xs_at + ahead * xs_stride)
         next_w_scale = tl.load(ws_at + ahead)
-        if EVEN:
-            x_tile = tl.load(x_at + group * 128)
-        else:
-            x_tile = tl.load(x_at + group * 128, mask=(group * 128 + k < depth)[None, :], other=0.0)
-        if TMA:
-            w_tile = weight.load([first_column, group * 128])
-        elif EVEN:
-            w_tile = tl.load(w_at + group * 128)
-        else:
-            w_tile = tl.load(w_at + group * 128, mask=(group * 128 + k < depth)[None, :], other=0.0)
-        if SWAP:
-            product = tl.dot(w_tile, x_tile.T)
-            if ROW_SCALES:
-                total += product * (w_scale[:, None] * x_scale[None, :])
-            else:
-                total += product * (x_scale * w_scale)[None, :]
-        else:
-            product = tl.dot(x_tile, w_tile.T)
-            if ROW_SCALES:
-                total += product * (x_scale[:, None] * w_scale[None, :])
-            else:
-                total += product * (x_scale * w_scale)[:, None]
+        x_tile = load_tile(x_at, group, depth, EVEN)
+        w_tile = load_weight(weight, first_column, w_at, group, depth, TMA, EVEN)
+        total = add_scaled(total, x_tile, w_tile, x_scale, w_scale, ROW_SCALES, SWAP)
         x_scale = next_x_scale
         w_scale = next_w_scale
     if SWAP:

@@ -16,14 +16,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from glowplug.kernels.triton import fp8_quant, tuned
-from glowplug.kernels.triton.fp8_gemm import BLOCK, DTYPE
+from glowplug.kernels.triton.fp8_gemm import BLOCK, DTYPE, add_scaled, load_tile, load_weight
 from glowplug.kernels.triton.moe_align import Alignment
 from glowplug.kernels.triton.moe_sum import moe_sum
 from glowplug.kernels.triton.tuned import Config
 
 
 @triton.jit
-def _depth(first, columns, depth, x_at, xs_at, xs_stride, w_at, weight, w_row, ws_at, k,
+def _depth(depth, x_at, xs_at, xs_stride, w_at, weight, w_row, ws_at,
            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr):
     """One product over the whole depth: [M, N], or [N, M] swapped."""
     groups = tl.cdiv(depth, 128)
@@ -37,20 +37,9 @@ def _depth(first, columns, depth, x_at, xs_at, xs_stride, w_at, weight, w_row, w
         ahead = tl.minimum(group + 1, groups - 1)
         next_x_scale = tl.load(xs_at + ahead * xs_stride)
         next_w_scale = tl.load(ws_at + ahead)
-        if EVEN:
-            x_tile = tl.load(x_at + group * 128)
-        else:
-            x_tile = tl.load(x_at + group * 128, mask=(group * 128 + k < depth)[None, :], other=0.0)
-        if TMA:
-            w_tile = weight.load([w_row, group * 128])
-        elif EVEN:
-            w_tile = tl.load(w_at + group * 128)
-        else:
-            w_tile = tl.load(w_at + group * 128, mask=(group * 128 + k < depth)[None, :], other=0.0)
-        if SWAP:
-            total += tl.dot(w_tile, x_tile.T) * (x_scale * w_scale)[None, :]
-        else:
-            total += tl.dot(x_tile, w_tile.T) * (x_scale * w_scale)[:, None]
+        x_tile = load_tile(x_at, group, depth, EVEN)
+        w_tile = load_weight(weight, w_row, w_at, group, depth, TMA, EVEN)
+        total = add_scaled(total, x_tile, w_tile, x_scale, w_scale, False, SWAP)
         x_scale = next_x_scale
         w_scale = next_w_scale
     return total
@@ -77,8 +66,8 @@ def _product(x, x_scales, weight, w_scales, out, routed, pairs, experts, filled,
     if not TMA:
         w_at = weight + (expert * columns + tl.where(n < columns, n, 0))[:, None] * depth + k[None, :]
     ws_at = w_scales + expert * ws_expert + first // 128 * ws_stride
-    total = _depth(first, columns, depth, x_at, x_scales + row, xs_stride, w_at, weight,
-                   (expert * columns + first).to(tl.int32), ws_at, k, BLOCK_M, BLOCK_N, SWAP, TMA, EVEN)
+    total = _depth(depth, x_at, x_scales + row, xs_stride, w_at, weight, (expert * columns + first).to(tl.int32),
+                   ws_at, BLOCK_M, BLOCK_N, SWAP, TMA, EVEN)
     if SWAP:
         total = total.T
     if WEIGHTED:
@@ -125,26 +114,11 @@ def _gated(x, x_scales, weight, w_scales, values, scales, pairs, experts, filled
         ahead = tl.minimum(group + 1, groups - 1)
         next_x_scale = tl.load(xs_at + ahead * xs_stride)
         next_gate_scale, next_up_scale = tl.load(gs_at + ahead), tl.load(us_at + ahead)
-        if EVEN:
-            x_tile = tl.load(x_at + group * 128)
-        else:
-            x_tile = tl.load(x_at + group * 128, mask=(group * 128 + k < depth)[None, :], other=0.0)
-        if TMA:
-            gate_tile = weight.load([gate_row.to(tl.int32), group * 128])
-            up_tile = weight.load([up_row.to(tl.int32), group * 128])
-        elif EVEN:
-            gate_tile = tl.load(gate_at + group * 128)
-            up_tile = tl.load(up_at + group * 128)
-        else:
-            inside = (group * 128 + k < depth)[None, :]
-            gate_tile = tl.load(gate_at + group * 128, mask=inside, other=0.0)
-            up_tile = tl.load(up_at + group * 128, mask=inside, other=0.0)
-        if SWAP:
-            gate += tl.dot(gate_tile, x_tile.T) * (x_scale * gate_scale)[None, :]
-            up += tl.dot(up_tile, x_tile.T) * (x_scale * up_scale)[None, :]
-        else:
-            gate += tl.dot(x_tile, gate_tile.T) * (x_scale * gate_scale)[:, None]
-            up += tl.dot(x_tile, up_tile.T) * (x_scale * up_scale)[:, None]
+        x_tile = load_tile(x_at, group, depth, EVEN)
+        gate_tile = load_weight(weight, gate_row.to(tl.int32), gate_at, group, depth, TMA, EVEN)
+        up_tile = load_weight(weight, up_row.to(tl.int32), up_at, group, depth, TMA, EVEN)
+        gate = add_scaled(gate, x_tile, gate_tile, x_scale, gate_scale, False, SWAP)
+        up = add_scaled(up, x_tile, up_tile, x_scale, up_scale, False, SWAP)
         x_scale, gate_scale, up_scale = next_x_scale, next_gate_scale, next_up_scale
     inner = gate / (1.0 + tl.exp(-gate)) * up
     if SWAP:

@@ -11,7 +11,7 @@ from glowplug.core.errors import Refusal
 from glowplug.core.facts import ModelFacts
 from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import ParallelOffers, QuantizationOffers
-from glowplug.core.options import ParallelOptions
+from glowplug.core.options import ParallelOptions, QuantizationOptions
 from glowplug.core.splits import Split, fitting_sizes, uneven
 
 NAME = "tensor"
@@ -47,8 +47,8 @@ def kept_block(context: CheckContext) -> int:
     """The block that the chosen quantization keeps its weights in on this device; 1 where it has none."""
     for scheme in context.chosen["quantization"]:
         offers = scheme.offers
-        assert isinstance(offers, QuantizationOffers)
-        if offers.block_shape is not None and context.values["device"] not in offers.dequantizes:
+        assert isinstance(offers, QuantizationOffers) and isinstance(scheme.options, QuantizationOptions)
+        if offers.block_shape is not None and not scheme.options.dequantizes(context.values["device"], offers):
             return max(offers.block_shape)
     return 1
 

@@ -9,10 +9,11 @@ from pydantic import Field
 from glowplug.core.component import CheckContext, Component
 from glowplug.core.errors import Refusal
 from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import DEVICES, QuantizationOffers
+from glowplug.core.offers import QuantizationOffers
 from glowplug.core.options import QuantizationOptions
 
 METHOD = "fp8"  #: the checkpoint's ``quant_method``
+FP8_COMPUTE = 89  #: the first compute capability whose tensor cores multiply E4M3
 
 
 class BlockFp8Options(QuantizationOptions):
@@ -21,10 +22,17 @@ class BlockFp8Options(QuantizationOptions):
         "auto", description="quantise activations to E4M3 before each product (dynamic) or leave them in the compute "
                             "dtype (none); auto is dynamic where products run in FP8, none where weights are "
                             "dequantised, because rounding there costs time and accuracy and saves nothing")
+    gemm: Literal["auto", "triton", "deep_gemm", "cutlass", "cublas", "flashinfer"] = Field(
+        "auto", description="who multiplies linear layers in FP8 on a CUDA device; auto: for each shape whoever was "
+                            "measured fastest among those installed")
+
+    def dequantizes(self, device: str, offers: QuantizationOffers) -> bool:
+        return self.activations == "none" or super().dequantizes(device, offers)
 
 
 def check_block_fp8(context: CheckContext) -> Iterator[Refusal]:
-    """Native checkpoints must hold E4M3 in blocks and ask for dynamic activation scales."""
+    """Native checkpoints must hold E4M3 in blocks and ask for dynamic activation scales; devices must multiply it."""
+    yield from _device(context)
     model = context.facts.model
     if model.quant_method != METHOD:
         return
@@ -42,11 +50,21 @@ def check_block_fp8(context: CheckContext) -> Iterator[Refusal]:
                       'quantization.activations = "dynamic" (or "none")')
 
 
+def _device(context: CheckContext) -> Iterator[Refusal]:
+    if context.values["device"] != "cuda" or context.options.activations == "none":
+        return
+    old = {card.compute for card in context.facts.hardware.devices if card.compute < FP8_COMPUTE}
+    if old:
+        yield Refusal("block_fp8", "quantization.use", f"{context.facts.hardware.name} is SM{min(old)}, which does not "
+                      f"multiply E4M3 (SM{FP8_COMPUTE} and later do)",
+                      'quantization.activations = "none" (weights are kept in the compute dtype)')
+
+
 @hookimpl
 def register_quantization_schemes() -> list[Component]:
     return [Component(
         name="block_fp8", options=BlockFp8Options, check=check_block_fp8,
-        factory="glowplug.plugins.quantization.block_fp8_runtime:BlockFp8",
+        factory="glowplug.plugins.quantization.block_fp8_runtime:block_fp8",
         offers=QuantizationOffers(reads=frozenset({METHOD}), online=True, block_shape=(128, 128),
-                                  dequantizes=DEVICES),
+                                  dequantizes=frozenset({"cpu"})),
         summary="E4M3 weights in 128x128 blocks, native or quantised while loading")]

@@ -1,4 +1,4 @@
-"""The runtime of ``quantization.block_fp8`` in plain torch.
+"""The runtime of ``quantization.block_fp8`` in plain torch, where products do not run in FP8.
 
 Weights are dequantised once, as they arrive, into the compute dtype; activations are rounded to what FP8 would hold.
 A product is then that of an FP8 GEMM with float32 accumulation, up to the order of summation.
@@ -13,7 +13,15 @@ from torch import Tensor
 
 from glowplug.core.layers.module import Target, part_of
 from glowplug.core.plan import EnginePlan
-from glowplug.core.protocols import ExpertsShape, LinearShape, Quantized, WeightTarget, Worker
+from glowplug.core.protocols import (
+    ExpertsMethod,
+    ExpertsShape,
+    LinearMethod,
+    LinearShape,
+    Quantized,
+    WeightTarget,
+    Worker,
+)
 from glowplug.kernels import fp8
 from glowplug.kernels.activation import silu_and_mul
 from glowplug.plugins.quantization.dense import DenseExperts, DenseLinear, expert_slices, row_spans, weight_index
@@ -26,6 +34,15 @@ PLAIN = "plain"
 STORED = "float8_e4m3fn"
 #: last name of modules that published FP8 checkpoints leave alone
 LEFT_ALONE = frozenset({"lm_head", "head", "gate", "embed_tokens", "eh_proj"})
+
+
+def block_fp8(options: BlockFp8Options, plan: EnginePlan, worker: Worker) -> BlockFp8:
+    """The scheme for ``worker``'s device: products in FP8 on CUDA, of dequantised weights elsewhere."""
+    if torch.device(worker.device).type == "cuda" and options.activations != "none":
+        from glowplug.plugins.quantization.block_fp8_cuda import BlockFp8Cuda  # it imports this module
+
+        return BlockFp8Cuda(options, plan, worker)
+    return BlockFp8(options, plan, worker)
 
 
 class BlockFp8:
@@ -44,15 +61,14 @@ class BlockFp8:
         self._dtype: torch.dtype = worker.dtype or getattr(torch, plan.dtype)
         self._device = worker.device
         self._native = facts.quant_method == "fp8"
-        # NOTE: every product here is of dequantised weights; "auto" becomes dynamic with the first FP8 GEMM.
         self._format = FORMAT if options.activations == "dynamic" else PLAIN
         self._tensors = facts.tensors if self._native else {}
         self._skipped = tuple(stated.get("modules_to_not_convert") or ())
 
-    def linear(self, shape: LinearShape) -> Fp8Linear:
+    def linear(self, shape: LinearShape) -> LinearMethod:
         return Fp8Linear(shape, self._dtype, self._device, self._format, self._native)
 
-    def experts(self, shape: ExpertsShape) -> Fp8Experts:
+    def experts(self, shape: ExpertsShape) -> ExpertsMethod:
         return Fp8Experts(shape, self._dtype, self._device, self._format, self._native)
 
     def covers(self, module: str) -> bool:
@@ -78,9 +94,9 @@ class BlockWeight:
 
     def targets(self) -> Iterator[WeightTarget]:
         grid = tuple(-(-size // fp8.BLOCK) for size in self.full)
-        blocks = tuple(_blocks(cut, size) for cut, size in zip(self.index, self.full))
+        blocks = tuple(blocks_of(cut, size) for cut, size in zip(self.index, self.full))
         if not self.native:
-            whole = tuple(_elements(cut, size) for cut, size in zip(blocks, self.full))
+            whole = tuple(elements_of(cut, size) for cut, size in zip(blocks, self.full))
             yield Target(f"{self.name}.weight", self.full, index=whole, put=self._quantize)
             return
         yield Target(f"{self.name}.weight", self.full, index=self.index, dtype=STORED, put=self._take_stored)
@@ -119,14 +135,14 @@ def _kept(value: Tensor) -> Tensor:
     return value if value.is_cpu else value.clone()
 
 
-def _blocks(cut: slice, full: int) -> slice:
+def blocks_of(cut: slice, full: int) -> slice:
     """The blocks that ``cut`` of a dimension of ``full`` elements touches."""
     if cut == slice(None):
         return cut
     return part_of(cut.start // fp8.BLOCK, -(-cut.stop // fp8.BLOCK) - cut.start // fp8.BLOCK, -(-full // fp8.BLOCK))
 
 
-def _elements(blocks: slice, full: int) -> slice:
+def elements_of(blocks: slice, full: int) -> slice:
     """The elements of ``blocks`` of a dimension of ``full``."""
     if blocks == slice(None):
         return blocks

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,10 +14,10 @@ import torch
 from torch import Tensor
 
 import glowplug.kernels
+from glowplug.core.errors import GlowplugError
 
 BLOCK = 128
 CONFIGS = Path(str(glowplug.kernels.__file__)).parent / "configs"
-_log = logging.getLogger(__name__)
 
 
 class Gemm(Protocol):
@@ -137,6 +136,52 @@ class Flashinfer(_Library):
         return out.to(dtype)
 
 
-#: in the order tried for shapes that nobody has measured; the last one takes anything
-PROVIDERS: tuple[type[_Library], ...] = (DeepGemm, Cutlass, Cublas, Flashinfer, TritonGemm)
-NAMES = tuple(provider.name for provider in PROVIDERS)
+PROVIDERS: tuple[type[TritonGemm] | type[DeepGemm] | type[Cutlass] | type[Cublas] | type[Flashinfer], ...] = (
+    TritonGemm, DeepGemm, Cutlass, Cublas, Flashinfer)
+FEW = 64
+#: orders for shapes that nobody has measured, up to FEW rows and above; compilers at first use come last
+UNMEASURED_FEW = ("triton",)
+UNMEASURED = ("cutlass", "cublas", "triton")
+
+
+class Providers:
+    """Picks who multiplies a shape: ``wanted`` by name, or "auto": by the card's table of measurements."""
+
+    def __init__(self, wanted: str = "auto", table: Mapping[str, Mapping[str, str]] | None = None) -> None:
+        self._all: dict[str, Gemm] = {provider.name: provider() for provider in PROVIDERS}
+        self._wanted = wanted
+        self._measured = {problem: sorted((int(rows), name) for rows, name in row.items())
+                          for problem, row in (measured_table() if table is None else table).items()}
+        self._picked: dict[tuple[int, int, int], Gemm] = {}
+        if wanted != "auto" and self._all[wanted].missing():
+            raise GlowplugError(f"quantization.gemm = {wanted!r} cannot be used: {self._all[wanted].missing()}; "
+                                'leave quantization.gemm out, or install the library')
+
+    def pick(self, rows: int, columns: int, depth: int) -> Gemm:
+        """For a product [rows, depth] x [columns, depth]^T whose scales are those of whole blocks."""
+        shape = (rows, columns, depth)
+        if shape not in self._picked:
+            self._picked[shape] = next(found for name in self._order(*shape) if (found := self._all[name])
+                                       and not found.missing() and found.fits(*shape))
+        return self._picked[shape]
+
+    def any_shape(self) -> Gemm:
+        """Our own, which also takes scales of single rows."""
+        return self._all[TritonGemm.name]
+
+    def _order(self, rows: int, columns: int, depth: int) -> Iterator[str]:
+        if self._wanted != "auto":
+            yield from (self._wanted, TritonGemm.name)
+            return
+        measured = self._measured.get(f"N={columns},K={depth}")
+        if measured:
+            yield min(measured, key=lambda entry: (abs(entry[0] - rows), -entry[0]))[1]
+        yield from (UNMEASURED_FEW if rows <= FEW else UNMEASURED)
+
+
+def measured_table() -> Mapping[str, Mapping[str, str]]:
+    """{"N=2112,K=7168": {rows: the fastest provider}} of the current card; empty where nobody has measured."""
+    card = torch.cuda.get_device_name().replace(" ", "_") if torch.cuda.is_available() else "cpu"
+    path = CONFIGS / f"fp8_gemm,device_name={card}.json"
+    found: Mapping[str, Mapping[str, str]] = json.loads(path.read_text()) if path.is_file() else {}
+    return found

@@ -142,7 +142,8 @@ def test_several_ranks_take_an_executor_that_has_them(planned: Any, cpu: Hardwar
     (strategies(("tensor", 16), executor={"use": "torchrun", "hosts": 1}), "parallel.0.size", "has 8", "size = 8"),
 ])
 def test_hosts(refusals: Refusals, config: dict[str, Any], field: str, reason: str, fix: str) -> None:
-    found = [r for r in refusals({**config, "model": V3}, hardware=read_sheet("2x8xh200")) if r.field == field]
+    found = [r for r in refusals({**config, "model": V3}, hardware=read_sheet("2x8xh200"))
+             if r.field == field and "cuts the quantization's blocks" not in r.reason]
     assert len(found) == 1 and reason in found[0].reason and fix in found[0].fix, found
 
 
@@ -196,7 +197,7 @@ def test_that_check_is_quick() -> None:
 
 
 def test_v3_that_does_not_fit_is_refused_with_numbers() -> None:
-    done = glowplug("check", "--facts", "8xh200", "--model", V3, "--load-format", "dummy", "--tp", "8")
+    done = glowplug("check", "--facts", "8xh200", "--model", V3, "--load-format", "dummy", "--tp", "4")
     assert done.returncode == 2
     assert "each rank needs" in done.stderr and "more ranks" in done.stderr and "140.4 GiB" in done.stderr
 

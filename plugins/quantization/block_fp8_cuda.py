@@ -1,0 +1,173 @@
+"""The runtime of ``quantization.block_fp8`` on CUDA: weights stay E4M3 in blocks, and products run in FP8.
+
+Activations come quantised from whoever produced them, or are quantised here.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import (
+    ExpertsMethod,
+    ExpertsShape,
+    LinearMethod,
+    LinearShape,
+    Quantized,
+    WeightTarget,
+    Worker,
+)
+from glowplug.kernels import fp8
+from glowplug.kernels.triton import fp8_quant, moe_gemm_fp8
+from glowplug.kernels.triton.moe_align import align
+from glowplug.plugins.quantization.block_fp8_runtime import BlockFp8
+from glowplug.plugins.quantization.block_fp8_weights import (
+    BLOCK,
+    SlicedMatrix,
+    StoredMatrix,
+    blocks,
+    whole_blocks,
+)
+from glowplug.plugins.quantization.dense import PARTS13, DenseLinear, expert_slices, row_spans, weight_index
+from glowplug.plugins.quantization.fp8_gemm import Providers
+
+if TYPE_CHECKING:
+    from glowplug.plugins.quantization.block_fp8 import BlockFp8Options
+
+FORMAT = "fp8_group128"
+
+
+class BlockFp8Cuda(BlockFp8):
+    """``QuantizationScheme``: ranks split at whole blocks, and a shared expert may ride with the routed ones."""
+
+    block = BLOCK
+    fuses_shared = True
+
+    def __init__(self, options: BlockFp8Options, plan: EnginePlan, worker: Worker) -> None:
+        super().__init__(options, plan, worker)
+        self._providers = Providers(options.gemm)
+
+    def linear(self, shape: LinearShape) -> LinearMethod:
+        return Fp8LinearCuda(shape, self._dtype, self._device, self._native, self._providers)
+
+    def experts(self, shape: ExpertsShape) -> ExpertsMethod:
+        return Fp8ExpertsCuda(shape, self._dtype, self._device, self._native)
+
+
+def quantized(x: Tensor | Quantized) -> tuple[Tensor, Tensor]:
+    """Values and scales of activations, whether or not their producer has quantised them."""
+    if not isinstance(x, Quantized):
+        return fp8_quant.quantize(x)
+    assert x.scales is not None, f"activations in {FORMAT} have scales"
+    return x.values, x.scales
+
+
+class Fp8LinearCuda(DenseLinear):
+    """``LinearMethod``. Fused parts keep their own block grids: one grid where every part but the last is whole blocks,
+    otherwise a row of scales for each row of the weight.
+
+    Attributes:
+        weight: E4M3 [N, K], a view of ``padded`` [ceil128(N), K].
+        scales: float32 [ceil(N / 128), ceil(K / 128)] or [N, ceil(K / 128)].
+    """
+
+    input_format = FORMAT
+
+    def __init__(self, shape: LinearShape, dtype: torch.dtype, device: str, native: bool, providers: Providers) -> None:
+        self.shape, self._dtype, self._native, self._providers = shape, dtype, native, providers
+        self.columns, depth = sum(shape.outputs), shape.inputs
+        if shape.col_start % BLOCK:
+            raise ValueError(f"{shape.name}: a slice from column {shape.col_start} cuts blocks of {BLOCK}")
+        inside = [span.start for span in row_spans(shape)] + list(shape.row_starts)
+        self._by_row = any(start % BLOCK for start in inside)
+        self.padded = torch.empty(whole_blocks(self.columns), depth, dtype=torch.float8_e4m3fn, device=device)
+        self.padded[self.columns :].zero_()
+        self.weight = self.padded[: self.columns]
+        self.scales = torch.empty(self.columns if self._by_row else blocks(self.columns), blocks(depth), device=device)
+        self.bias = torch.empty(self.columns, dtype=dtype, device=device) if shape.bias else None
+
+    def targets(self) -> Iterator[WeightTarget]:
+        for part, (name, span) in enumerate(zip(self.shape.parts, row_spans(self.shape), strict=True)):
+            rows = span if self._by_row else slice(span.start // BLOCK, blocks(span.stop))
+            yield from StoredMatrix(name, self.shape.full[part], weight_index(self.shape, part), self.weight[span],
+                                    self.scales[rows], self._native, self._by_row).targets()
+        yield from self.bias_targets()
+
+    def apply(self, x: Tensor | Quantized) -> Tensor:
+        values, scales = quantized(x)
+        rows, depth = values.shape
+        if not rows:
+            return torch.empty(0, self.columns, dtype=self._dtype, device=values.device)
+        if self._by_row:
+            y = self._providers.any_shape()(values, scales, self.weight, self.scales, self._dtype)
+        else:
+            provider = self._providers.pick(rows, self.columns, depth)
+            y = provider(values, scales, self.padded if provider.pads else self.weight, self.scales, self._dtype)
+            y = y if y.shape[1] == self.columns else y[:, : self.columns]
+        return y if self.bias is None else y.add_(self.bias)
+
+    def dense(self) -> Tensor:
+        if not self._by_row:
+            return fp8.dequantize_weight(self.weight, self.scales, self._dtype)
+        wide = self.scales.repeat_interleave(BLOCK, 1)[:, : self.shape.inputs]
+        return self.weight.float().mul_(wide).to(self._dtype)
+
+
+class Fp8ExpertsCuda:
+    """``ExpertsMethod``: w13 E4M3 [E + S, 2I, H], w2 E4M3 [E + S, H, I] and their scales, the S experts behind the
+    routed ones being the shared expert. A width I that is not whole blocks is filled up with zeros."""
+
+    input_format = FORMAT
+
+    def __init__(self, shape: ExpertsShape, dtype: torch.dtype, device: str, native: bool) -> None:
+        if shape.inter_start % BLOCK:
+            raise ValueError(f"{shape.prefix}: a slice from channel {shape.inter_start} cuts blocks of {BLOCK}")
+        self.shape, self._dtype, self._native = shape, dtype, native
+        self.count, self.inter = shape.count + shape.shared, whole_blocks(shape.inter)
+        kind = {"dtype": torch.float8_e4m3fn, "device": device}
+        self.w13 = torch.empty(self.count, 2 * self.inter, shape.hidden, **kind)
+        self.w2 = torch.empty(self.count, shape.hidden, self.inter, **kind)
+        if self.inter != shape.inter:
+            self.w13.zero_(), self.w2.zero_()
+        self.scales13 = torch.ones(self.count, 2 * self.inter // BLOCK, blocks(shape.hidden), device=device)
+        self.scales2 = torch.ones(self.count, blocks(shape.hidden), self.inter // BLOCK, device=device)
+
+    def targets(self) -> Iterator[WeightTarget]:
+        for name, full, index, expert, span in expert_slices(self.shape):
+            values, scales = self._part(None if span is None else int(span.start > 0))
+            yield from StoredMatrix(name, full, index, values[expert], scales[expert], self._native).targets()
+        if self.shape.shared:
+            yield from self._shared_targets()
+
+    def _part(self, half: int | None) -> tuple[Tensor, Tensor]:
+        """Values and scales of all experts' gate (0), up (1) or down (None) projection."""
+        inter, groups = self.shape.inter, blocks(self.shape.inter)
+        if half is None:
+            return self.w2[:, :, :inter], self.scales2[:, :, :groups]
+        first = half * self.inter
+        return self.w13[:, first : first + inter], self.scales13[:, first // BLOCK : first // BLOCK + groups]
+
+    def _shared_targets(self) -> Iterator[WeightTarget]:
+        shape = self.shape
+        width = shape.shared * shape.inter
+        for half, part in ((0, PARTS13[0]), (1, PARTS13[1]), (None, "down_proj")):
+            values, scales = self._part(half)
+            full, dim = ((shape.hidden, width), 1) if half is None else ((width, shape.hidden), 0)
+            yield from SlicedMatrix(f"{shape.shared_prefix}.{part}", full, dim, values[shape.count :],
+                                    scales[shape.count :], self._native).targets()
+
+    def finalize(self) -> None:
+        return
+
+    def apply(self, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor:
+        values, scales = quantized(x)
+        tokens, per_token = ids.shape
+        if not tokens:
+            return torch.empty(0, self.shape.hidden, dtype=self._dtype, device=values.device)
+        config = moe_gemm_fp8.config_for(tokens, per_token, self.count, self.inter, self.shape.hidden)
+        order = align(ids, self.count, config["BLOCK_M"])
+        return moe_gemm_fp8.experts(values, scales, self.w13, self.scales13, self.w2, self.scales2, order, ids, weights,
+                                    self._dtype, config)

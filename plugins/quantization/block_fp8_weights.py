@@ -1,0 +1,127 @@
+"""Checkpoint matrices on their way into E4M3 weights and block scales that stay on a device.
+
+A checkpoint that is not FP8 is quantised on the device as it arrives, by the blocks of its own matrix.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from glowplug.core.layers.module import Target
+from glowplug.core.protocols import WeightTarget
+from glowplug.kernels import fp8
+from glowplug.plugins.quantization.block_fp8_runtime import STORED, blocks_of, elements_of
+
+BLOCK = fp8.BLOCK
+
+
+def whole_blocks(size: int) -> int:
+    """``size`` filled up to whole blocks."""
+    return -(-size // BLOCK) * BLOCK
+
+
+def blocks(size: int) -> int:
+    """Blocks that ``size`` elements touch."""
+    return -(-size // BLOCK)
+
+
+@dataclass(eq=False)
+class StoredMatrix:
+    """The slice ``index`` of checkpoint matrix ``name`` of shape ``full``, kept as it is stored.
+
+    Attributes:
+        values: E4M3 [rows, columns], where the slice goes.
+        scales: float32 [ceil(rows / 128), ceil(columns / 128)], or with ``by_row`` [rows, ceil(columns / 128)] for a
+            slice that does not begin with a block.
+        native: the checkpoint is FP8.
+    """
+
+    name: str
+    full: tuple[int, int]
+    index: tuple[slice, slice]
+    values: Tensor
+    scales: Tensor
+    native: bool
+    by_row: bool = False
+
+    def targets(self) -> Iterator[WeightTarget]:
+        touched = tuple(blocks_of(cut, size) for cut, size in zip(self.index, self.full))
+        if not self.native:
+            whole = tuple(elements_of(cut, size) for cut, size in zip(touched, self.full))
+            yield Target(f"{self.name}.weight", self.full, index=whole, put=self._quantize)
+            return
+        grid = tuple(blocks(size) for size in self.full)
+        yield Target(f"{self.name}.weight", self.full, self.values, self.index, dtype=STORED)
+        yield Target(f"{self.name}.weight_scale_inv", grid, index=touched, put=self._put_scales)
+
+    def _quantize(self, value: Tensor) -> None:
+        stored, scales = fp8.quantize_weight(value.to(self.values.device))
+        first = self._first_row()
+        self.values.copy_(stored[first : first + self.values.shape[0]])
+        self._put_scales(scales)
+
+    def _put_scales(self, value: Tensor) -> None:
+        if self.by_row:
+            row = torch.arange(self.values.shape[0], device=value.device) + self._first_row()
+            value = value.index_select(0, row // BLOCK)
+        self.scales.copy_(value)
+
+    def _first_row(self) -> int:
+        return (self.index[0].start or 0) % BLOCK
+
+
+@dataclass(eq=False)
+class SlicedMatrix:
+    """Checkpoint matrix ``name`` [rows, columns] cut into equal slices along ``dim``, one for each of several experts.
+
+    ``values`` E4M3 [S, ...] and ``scales`` [S, ...] have a slice each. Slices that do not begin with a block are
+    quantised again by blocks of their own.
+    """
+
+    name: str
+    full: tuple[int, int]
+    dim: int
+    values: Tensor
+    scales: Tensor
+    native: bool
+
+    def __post_init__(self) -> None:
+        self._stored: Tensor | None = None
+        self._grid: Tensor | None = None
+
+    def targets(self) -> Iterator[WeightTarget]:
+        if not self.native:
+            yield Target(f"{self.name}.weight", self.full, put=self._quantize)
+            return
+        yield Target(f"{self.name}.weight", self.full, dtype=STORED, put=self._take_stored)
+        yield Target(f"{self.name}.weight_scale_inv", tuple(blocks(size) for size in self.full), put=self._take_grid)
+
+    def _take_stored(self, value: Tensor) -> None:
+        self._stored = value.to(self.values.device)
+        self._finish()
+
+    def _take_grid(self, value: Tensor) -> None:
+        self._grid = value.to(self.values.device)
+        self._finish()
+
+    def _finish(self) -> None:
+        stored, grid = self._stored, self._grid
+        if stored is None or grid is None:
+            return
+        self._stored = self._grid = None
+        count = self.values.shape[0]
+        if self.full[self.dim] // count % BLOCK:
+            self._quantize(fp8.dequantize_weight(stored, grid, torch.float32))
+            return
+        self.values.copy_(torch.stack(stored.chunk(count, self.dim)))
+        self.scales.copy_(torch.stack(grid.chunk(count, self.dim)))
+
+    def _quantize(self, value: Tensor) -> None:
+        parts = value.to(self.values.device).chunk(self.values.shape[0], self.dim)
+        for expert, part in enumerate(parts):
+            stored, scales = fp8.quantize_weight(part)
+            self.values[expert].copy_(stored)
+            self.scales[expert].copy_(scales)

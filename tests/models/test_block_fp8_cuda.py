@@ -1,0 +1,167 @@
+"""FP8 methods whose weights stay E4M3, against the dequantising ones: fused and ragged parts, slices, a shared expert.
+
+Without a card the kernels are interpreted, and the interpreter casts a few activations in a hundred wrongly: there
+products only nearly agree, weights exactly.
+"""
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from glowplug.core.protocols import ExpertsShape, LinearShape, Quantized  # noqa: E402
+from glowplug.kernels import fp8  # noqa: E402
+from glowplug.kernels.activation import silu_and_mul  # noqa: E402
+from glowplug.kernels.triton import fp8_quant  # noqa: E402
+from glowplug.plugins.quantization.block_fp8_cuda import Fp8ExpertsCuda, Fp8LinearCuda  # noqa: E402
+from glowplug.plugins.quantization.fp8_gemm import Providers  # noqa: E402
+
+TOLERANCE = 4e-3 if DEVICE == "cuda" else 0.12
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+
+
+def near(found: Tensor, wanted: Tensor, tolerance: float = TOLERANCE) -> None:
+    assert found.dtype == DTYPE and torch.isfinite(found).all()
+    assert (found.float() - wanted).norm() <= tolerance * wanted.norm()
+
+
+class Checkpoint:
+    """Random matrices by module name; in FP8 blocks unless ``native`` is False. ``dense``: what they stand for."""
+
+    def __init__(self, native: bool, seed: int) -> None:
+        self.native, self.tensors, self.dense = native, {}, {}  # type: ignore[var-annotated]
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def add(self, name: str, rows: int, columns: int) -> None:
+        weight = torch.randn(rows, columns, generator=self._generator) / columns**0.5
+        stored, scales = fp8.quantize_weight(weight)
+        self.dense[name] = fp8.dequantize_weight(stored, scales, torch.float32)
+        if self.native:
+            self.tensors |= {f"{name}.weight": stored, f"{name}.weight_scale_inv": scales}
+        else:
+            self.tensors[f"{name}.weight"] = weight
+
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self._generator)
+
+    def load(self, method: Any) -> None:
+        """Every target once, in any order."""
+        left = set(self.tensors)
+        for target in reversed(list(method.targets())):
+            left.remove(target.name)
+            value = self.tensors[target.name]
+            assert tuple(value.shape) == target.shape
+            target.store(value[target.index])
+        assert not left
+        method.finalize()
+
+
+def linear(shape: LinearShape, native: bool, gemm: str = "triton") -> Fp8LinearCuda:
+    return Fp8LinearCuda(shape, DTYPE, DEVICE, native, Providers(gemm))
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("rows", [(128, 64), (576,), (192, 160), (130, 1, 127)])
+@pytest.mark.parametrize("columns", [256, 192])
+def test_fused_linear(native: bool, rows: tuple[int, ...], columns: int) -> None:
+    checkpoint = Checkpoint(native, seed=sum(rows) + columns)
+    names = tuple(f"m.{i}" for i in range(len(rows)))
+    for name, size in zip(names, rows):
+        checkpoint.add(name, size, columns)
+    shape = LinearShape("m", names, rows, columns, (0,) * len(rows), 0, tuple((size, columns) for size in rows))
+    method = linear(shape, native)
+    checkpoint.load(method)
+    weight = torch.cat([checkpoint.dense[name] for name in names]).to(DEVICE)
+    assert torch.equal(method.dense(), weight.to(DTYPE))
+    for tokens in (1, 5):
+        x = checkpoint.randn(tokens, columns).to(DEVICE, DTYPE)
+        wanted = fp8.fake_quantize_tokens(x.float()) @ weight.t()
+        near(method.apply(x), wanted)
+        assert torch.equal(method.apply(Quantized(*fp8_quant.quantize(x))), method.apply(x))
+    assert method.apply(x[:0]).shape == (0, sum(rows))
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize(("row", "size"), [(0, 128), (128, 128), (192, 192), (100, 300)])
+def test_a_slice(native: bool, row: int, size: int) -> None:
+    checkpoint = Checkpoint(native, seed=row)
+    checkpoint.add("m", 576, 512)
+    method = linear(LinearShape("m", ("m",), (size,), 256, (row,), 128, ((576, 512),)), native)
+    checkpoint.load(method)
+    assert torch.equal(method.dense(), checkpoint.dense["m"][row : row + size, 128:384].to(DEVICE, DTYPE))
+
+
+def test_a_slice_that_cuts_groups_is_refused() -> None:
+    with pytest.raises(ValueError, match="column 100"):
+        linear(LinearShape("m", ("m",), (128,), 128, (0,), 100, ((128, 512),)), True)
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize(("inter", "shared"), [(128, 0), (128, 1), (256, 2), (96, 1), (72, 2)])
+def test_experts(native: bool, inter: int, shared: int) -> None:
+    count, hidden, per_token = 3, 256, 2
+    checkpoint = Checkpoint(native, seed=inter + shared)
+    for expert in range(count):
+        for part in ("gate_proj", "up_proj"):
+            checkpoint.add(f"m.experts.{expert}.{part}", inter, hidden)
+        checkpoint.add(f"m.experts.{expert}.down_proj", hidden, inter)
+    if shared:
+        for part in ("gate_proj", "up_proj"):
+            checkpoint.add(f"m.shared_experts.{part}", shared * inter, hidden)
+        checkpoint.add("m.shared_experts.down_proj", hidden, shared * inter)
+    method = Fp8ExpertsCuda(ExpertsShape("m.experts", count, 0, hidden, inter, 0, inter, count, shared,
+                                         "m.shared_experts"), DTYPE, DEVICE, native)
+    checkpoint.load(method)
+
+    x = checkpoint.randn(4, hidden).to(DEVICE, DTYPE)
+    chosen = torch.tensor([[0, 1], [2, 0], [1, -1], [2, 1]], dtype=torch.int32)
+    weights = torch.rand(4, per_token + shared)
+    weights[:, per_token:] = 1.0
+    ids = torch.cat([chosen, torch.arange(count, count + shared, dtype=torch.int32).expand(4, -1)], 1).contiguous()
+    found = method.apply(x, ids.to(DEVICE), weights.to(DEVICE))
+    near(found, mixture(checkpoint, x.float().cpu(), chosen, weights, shared).to(DEVICE), max(TOLERANCE, 0.04))
+    assert method.apply(x[:0], ids[:0].to(DEVICE), weights[:0].to(DEVICE)).shape == (0, hidden)
+
+
+def mixture(checkpoint: Checkpoint, x: Tensor, ids: Tensor, weights: Tensor, shared: int) -> Tensor:
+    """The experts' weighted sum, and the whole shared expert with weight 1."""
+    x = fp8.fake_quantize_tokens(x)
+
+    def expert(prefix: str, row: Tensor) -> Tensor:
+        gate, up, down = (checkpoint.dense[f"{prefix}.{part}_proj"] for part in ("gate", "up", "down"))
+        return fp8.fake_quantize_tokens(silu_and_mul(torch.cat([row @ gate.t(), row @ up.t()], 1))) @ down.t()
+
+    out = torch.zeros_like(x)
+    for token in range(x.shape[0]):
+        row = x[token : token + 1]
+        for slot, chosen in enumerate(ids[token].tolist()):
+            if chosen >= 0:
+                out[token] += weights[token, slot] * expert(f"m.experts.{chosen}", row)[0]
+        if shared:
+            out[token] += expert("m.shared_experts", row)[0]
+    return out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gemm", ["triton", "deep_gemm", "cutlass", "cublas", "auto"])
+@pytest.mark.parametrize("tokens", [1, 6, 8, 70, 512])
+def test_every_provider(gemm: str, tokens: int) -> None:
+    if Providers()._all.get(gemm) is not None and (why := Providers()._all[gemm].missing()):
+        pytest.skip(why)
+    checkpoint = Checkpoint(True, seed=tokens)
+    checkpoint.add("a", 256, 1024)
+    checkpoint.add("b", 576, 1024)
+    method = linear(LinearShape("m", ("a", "b"), (256, 576), 1024, (0, 0), 0, ((256, 1024), (576, 1024))), True, gemm)
+    checkpoint.load(method)
+    weight = torch.cat([checkpoint.dense["a"], checkpoint.dense["b"]]).to(DEVICE)
+    for _ in range(2):
+        x = checkpoint.randn(tokens, 1024).to(DEVICE, DTYPE)
+        near(method.apply(x), fp8.fake_quantize_tokens(x.float()) @ weight.t())
