@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from glowplug.core.plan import EnginePlan
     from glowplug.core.protocols import Worker
     from glowplug.core.tokenizer import Tokenizer
+    from glowplug.core.tuning import Tuner
 
 PROJECT = "glowplug"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -169,3 +170,8 @@ def extend_app(app: Any, plan: EnginePlan) -> None:
 @hookspec
 def extend_cli(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add sub-commands to ``glowplug`` (argparse sub-parsers)."""
+
+
+@hookspec
+def tuners() -> list[Tuner]:  # type: ignore[empty-body]
+    """Tuners that ``glowplug tune NAME`` runs (``core/tuning.py``): measure kernels for a model and keep tables."""

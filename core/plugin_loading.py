@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
 
 import pluggy
 
@@ -21,6 +21,9 @@ from glowplug.core.component import Component, Options
 from glowplug.core.errors import PluginLoadError
 from glowplug.core.options import OPTION_BASES
 from glowplug.core.slots import SLOTS, Slot
+
+if TYPE_CHECKING:
+    from glowplug.core.tuning import Tuner
 
 T = TypeVar("T")
 BUILT_IN = "built in"
@@ -177,8 +180,8 @@ def _check_component(component: Any, slot: Slot, source: PluginSource) -> None:
         raise bad(f"the factory of {component.name!r} must read 'package.module:Class', not {component.factory!r}")
 
 
-def import_factory(component: Component, origin: str) -> Callable[..., Any]:
-    """The runtime class behind a component. PluginLoadError naming ``origin`` when it cannot be imported."""
+def import_factory(component: Component | Tuner, origin: str) -> Callable[..., Any]:
+    """The runtime class behind a component or a tuner. PluginLoadError naming ``origin`` when it cannot be imported."""
     module, _, attribute = component.factory.partition(":")
     try:
         found: Any = importlib.import_module(module)

@@ -49,6 +49,7 @@ DEFAULT_PLUGINS = (
     "glowplug.plugins.attention.torch_mha",
     "glowplug.plugins.quantization.none",
     "glowplug.plugins.quantization.block_fp8",
+    "glowplug.plugins.quantization.tuners",
     "glowplug.plugins.parallel.single",
     "glowplug.plugins.parallel.tensor",
     "glowplug.plugins.parallel.ep_moe",

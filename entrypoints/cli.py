@@ -29,6 +29,7 @@ COMMANDS: dict[str, Command] = {
     "plugins": Command("glowplug.entrypoints.commands.plugins", "list plugins and what they register"),
     "schema": Command("glowplug.entrypoints.commands.schema", "JSON Schema of the configuration, for editors"),
     "bench": Command("glowplug.entrypoints.bench", "benchmarks: one-batch, serving, ..."),
+    "tune": Command("glowplug.entrypoints.commands.tune", "measure kernels for a model on this card, keep the fastest"),
     "export-nextn": Command("glowplug.entrypoints.commands.export_nextn",
                             "write a checkpoint's next-token layer as a draft folder"),
     "checkpoint": Command("glowplug.entrypoints.checkpoint", "make and inspect checkpoints"),

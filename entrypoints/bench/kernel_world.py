@@ -5,10 +5,8 @@ sampling. So whatever a plugin of these slots offers is measured, fused as the m
 """
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,24 +45,6 @@ class StepShape:
         if self.queries == 1:
             return f"decode {self.rows} x {self.context}"
         return f"prefill {self.rows} x {self.queries}"
-
-
-def cut_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[int, int]]:
-    """``config`` with one layer of each kind, and how many layers of the whole model each stands for."""
-    layers, dense = int(config["num_hidden_layers"]), int(config.get("first_k_dense_replace") or 0)
-    if not config.get("n_routed_experts"):
-        return {**config, "num_hidden_layers": 1}, {0: layers}
-    cut = {**config, "first_k_dense_replace": min(dense, 1), "num_nextn_predict_layers": 0}
-    if not dense or dense >= layers:
-        return {**cut, "num_hidden_layers": 1}, {0: layers}
-    return {**cut, "num_hidden_layers": 2}, {0: dense, 1: layers - dense}
-
-
-def write_cut(config: Mapping[str, Any], folder: Path) -> dict[int, int]:
-    """A model folder of the cut configuration; returns the multiplicities of its layers."""
-    cut, times = cut_config(config)
-    (folder / "config.json").write_text(json.dumps(cut))
-    return times
 
 
 class NoiseSource:

@@ -7,7 +7,6 @@ the components of a slot, and the values of component options marked as provider
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -24,14 +23,13 @@ from glowplug.entrypoints.bench import report
 from glowplug.entrypoints.bench.conditions import conditions
 from glowplug.entrypoints.bench.engine_options import add_engine_options, engine_config
 from glowplug.entrypoints.bench.floor import card_bandwidth
+from glowplug.entrypoints.cut_model import model_config, write_cut
 
 if TYPE_CHECKING:
     from glowplug.core.plan import EnginePlan
     from glowplug.entrypoints.bench.kernel_calls import Call
     from glowplug.entrypoints.bench.kernel_world import StepShape
 
-SHAPES = Path(__file__).resolve().parents[2] / "models" / "shapes"
-ALIASES = {"v2lite": "deepseek-v2-lite", "v3": "deepseek-v3", "v3slice": "deepseek-v3-slice"}
 #: products a second, dense, by a part of the card's name: of 16-bit numbers and of FP8 (measured; the table's floor)
 PRODUCTS = {"H200": (7.9e14, 1.5e15), "H100": (7.9e14, 1.5e15)}
 SLOTS = ("attention", "ops", "linear", "experts", "sampling")
@@ -123,9 +121,9 @@ def _providers(section: str, component: Component, options: Mapping[str, Any],
 
 def measure(args: argparse.Namespace, config: dict[str, Any], plugins: PluginSet, folder: Path) -> dict[str, Any]:
     """Rows of every variant, and why the others were not measured."""
-    from glowplug.entrypoints.bench.kernel_world import StepShape, write_cut
+    from glowplug.entrypoints.bench.kernel_world import StepShape
 
-    times = write_cut(_model_config(str(config.get("model", "embedded")), plugins), folder)
+    times = write_cut(model_config(str(config.get("model", "embedded")), plugins), folder)
     shapes = [StepShape(rows, args.context) for rows in args.batch_size]
     shapes += [StepShape(1, length, length) for length in args.prefill]
     base = make_plan(_settings(config, {}, folder, shapes), plugins=plugins, source="bench kernels")
@@ -146,16 +144,6 @@ def measure(args: argparse.Namespace, config: dict[str, Any], plugins: PluginSet
     return conditions(base.device) | {
         "model": config.get("model", "embedded"), "dtype": base.dtype, "layers": times,
         "chosen": {choice.slot: choice.options for choice in base.choices}, "rows": rows, "refused": refused}
-
-
-def _model_config(name: str, plugins: PluginSet) -> dict[str, Any]:
-    """config.json of a shape that ships, or of a model folder."""
-    path = SHAPES / f"{ALIASES.get(name, name)}.json"
-    if path.is_file():
-        shipped: dict[str, Any] = json.loads(path.read_text())
-        return shipped
-    facts = plugins.read_model(name).facts
-    return json.loads((Path(facts.path) / "config.json").read_text())  # type: ignore[no-any-return]
 
 
 def _settings(config: Mapping[str, Any], overrides: Mapping[str, Mapping[str, Any]], folder: Path,

@@ -16,8 +16,9 @@ from glowplug.core.resolve import plan as make_plan
 from glowplug.entrypoints import bench
 from glowplug.entrypoints.bench.kernel_calls import Call
 from glowplug.entrypoints.bench.kernel_timing import seconds
-from glowplug.entrypoints.bench.kernel_world import KernelWorld, NoiseSource, StepShape, cut_config, write_cut
+from glowplug.entrypoints.bench.kernel_world import KernelWorld, NoiseSource, StepShape
 from glowplug.entrypoints.bench.kernels import _providers, variants
+from glowplug.entrypoints.cut_model import cut_config, write_cut
 from tests.tiny import CONFIGS, write_config
 
 SIZES: dict[str, Any] = {"skip_tokenizer": True, "weights": {"use": "random"}, "device": "cpu", "context_length": 128,

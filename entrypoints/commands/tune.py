@@ -1,0 +1,111 @@
+"""``glowplug tune NAME``: measure kernels for a model's shapes on this card and keep what is fastest.
+
+Bounded in time and resumable: each measurement is written at once, and the next run goes on where this one stopped.
+With several GPUs each takes its share of the tables, in a process of its own; with ``--ray``, those of a Ray cluster.
+"""
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from glowplug.core.errors import ConfigError, GlowplugError
+from glowplug.core.plan import EnginePlan
+from glowplug.core.plugin_loading import import_factory
+from glowplug.core.plugins import PluginSet
+from glowplug.core.resolve import plan as make_plan
+from glowplug.core.tuning import TableTuner, TuneTable, layer_shapes
+from glowplug.entrypoints.cut_model import model_config, write_cut
+from glowplug.entrypoints.flags import add_engine_options, read_command_line
+from glowplug.entrypoints.tune_workers import run_workers
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("tuner", nargs="?", help="which one; none: list them")
+    group = parser.add_argument_group("tuning")
+    group.add_argument("--max-minutes", type=float, default=10.0, help="stop after so long; run again to go on")
+    group.add_argument("--rows", type=int, nargs="+", default=[], help="numbers of tokens; default: the tuner's own")
+    group.add_argument("--tables", nargs="+", default=[], metavar="LABEL", help="only these tables")
+    group.add_argument("--list", action="store_true", dest="only_list", help="show the tables and measure nothing")
+    group.add_argument("--gpus", type=int, default=1, help="GPUs to share the tables out to")
+    group.add_argument("--ray", action="store_true", help="take the GPUs from a Ray cluster (RAY_ADDRESS)")
+    add_engine_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 0 (also when time ran out, which is said); 2: no such tuner, or the model is refused."""
+    try:
+        given = read_command_line(args)
+        if given.layer.refusals:
+            raise ConfigError(given.layer.refusals, given.source)
+        found = {tuner.name: (tuner, plugin) for plugin, tuners in given.plugins.call_each("tuners")
+                 for tuner in tuners or ()}
+        if args.tuner is None:
+            print("\n".join(f"{tuner.name:<12} {tuner.summary}" for tuner, _ in found.values()))
+            return 0
+        if args.tuner not in found:
+            raise ValueError(f"no tuner {args.tuner!r}; there are: {', '.join(sorted(found)) or 'none'}")
+        with tempfile.TemporaryDirectory(prefix="glowplug-tune-") as folder:
+            return _tune(args, import_factory(*found[args.tuner]), given.config, given.plugins, Path(folder))
+    except (GlowplugError, ValueError) as error:
+        print(f"glowplug tune: {error}", file=sys.stderr)
+        return 2
+
+
+def _tune(args: argparse.Namespace, factory: Callable[[EnginePlan], TableTuner], config: Mapping[str, Any],
+          plugins: PluginSet, folder: Path) -> int:
+    started = time.monotonic()
+    plan = _plan(config, plugins, folder)
+    tuner, shapes, rows = factory(plan), layer_shapes(plan, plugins), tuple(args.rows)
+    tables = tuner.tables(shapes, rows)
+    if args.tables:
+        tables = [table for table in tables if table.label in args.tables]
+    if args.only_list or not tables:
+        _show(tables)
+        return 0 if tables else _nothing(args.tuner)
+    seconds = args.max_minutes * 60 - (time.monotonic() - started)
+    if args.gpus > 1 or args.ray:
+        run_workers([table.label for table in tables if table.missing], args.gpus, seconds, args.ray)
+    else:
+        _measure(tuner, tables, seconds)
+    labels = {table.label for table in tables}
+    _show([table for table in tuner.tables(shapes, rows) if table.label in labels])
+    return 0
+
+
+def _plan(config: Mapping[str, Any], plugins: PluginSet, folder: Path) -> EnginePlan:
+    """The plan of the model cut to one layer of each kind, whose products are those of the whole."""
+    write_cut(model_config(str(config.get("model", "embedded")), plugins), folder)
+    return make_plan({"context_length": 256, **config, "model": str(folder), "skip_tokenizer": True,
+                      "weights": {"use": "random"}, "executor": {"use": "inline"}}, plugins=plugins, source="tune")
+
+
+def _measure(tuner: TableTuner, tables: list[TuneTable], seconds: float) -> None:
+    """What is left of the time is shared out evenly among the tables that still lack something."""
+    deadline = time.monotonic() + seconds
+    open_ = [table for table in tables if table.missing]
+    for number, table in enumerate(open_):
+        share = (deadline - time.monotonic()) / (len(open_) - number)
+        if share <= 0:
+            print(f"out of time before {table.label}", flush=True)
+            return
+        print(f"{table.label}: {len(table.missing)} of {len(table.rows)} to measure, {share:.0f} s", flush=True)
+        tuner.tune(table, share, lambda line: print(f"  {line}", flush=True))
+
+
+def _nothing(name: str) -> int:
+    print(f"this model has nothing for {name} to tune")
+    return 0
+
+
+def _show(tables: list[TuneTable]) -> None:
+    for table in tables:
+        left = f", missing {', '.join(map(str, table.missing))}" if table.missing else ""
+        print(f"{table.label}: {len(table.rows) - len(table.missing)} of {len(table.rows)} in {table.path}{left}")
+    if any(table.missing for table in tables):
+        print("not complete: run the same command again to go on")
+

@@ -1,0 +1,39 @@
+"""A model of the published layer shapes with one layer of each kind: enough to measure and to tune its kernels."""
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from glowplug.core.plugins import PluginSet
+
+SHAPES = Path(__file__).resolve().parents[1] / "models" / "shapes"
+ALIASES = {"v2lite": "deepseek-v2-lite", "v3": "deepseek-v3", "v3slice": "deepseek-v3-slice"}
+
+
+def model_config(name: str, plugins: PluginSet) -> dict[str, Any]:
+    """config.json of a shape that ships ("v2lite", "v3", "tiny-v3"), or of a model. FactsError."""
+    path = SHAPES / f"{ALIASES.get(name, name)}.json"
+    if path.is_file():
+        shipped: dict[str, Any] = json.loads(path.read_text())
+        return shipped
+    return dict(plugins.read_model(name).facts.config)
+
+
+def cut_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[int, int]]:
+    """``config`` with one layer of each kind, and how many layers of the whole model each stands for."""
+    layers, dense = int(config["num_hidden_layers"]), int(config.get("first_k_dense_replace") or 0)
+    if not config.get("n_routed_experts"):
+        return {**config, "num_hidden_layers": 1}, {0: layers}
+    cut = {**config, "first_k_dense_replace": min(dense, 1), "num_nextn_predict_layers": 0}
+    if not dense or dense >= layers:
+        return {**cut, "num_hidden_layers": 1}, {0: layers}
+    return {**cut, "num_hidden_layers": 2}, {0: dense, 1: layers - dense}
+
+
+def write_cut(config: Mapping[str, Any], folder: Path) -> dict[int, int]:
+    """A model folder of the cut configuration; returns the multiplicities of its layers."""
+    cut, times = cut_config(config)
+    (folder / "config.json").write_text(json.dumps(cut))
+    return times

@@ -1,0 +1,46 @@
+"""``glowplug tune moe``: the tables that ``moe_experts`` reads, for the experts of a plan's model."""
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from glowplug.core.plan import EnginePlan
+from glowplug.core.tuning import LayerShapes, Log, TuneTable
+from glowplug.kernels.triton import moe_tuning, tuned
+from glowplug.kernels.triton.moe_experts import Problem
+
+
+class MoeTuner:
+    """``core/tuning.py``'s ``TableTuner``."""
+
+    def __init__(self, plan: EnginePlan) -> None:
+        self._dtype = plan.dtype
+
+    def tables(self, shapes: LayerShapes, rows: tuple[int, ...]) -> list[TuneTable]:
+        found = []
+        for shape in shapes.experts:
+            if shape.prefix in shapes.quantized:
+                continue
+            problem = Problem(shape.count + shape.shared, shapes.topk + shape.shared, shape.hidden, shape.inter,
+                              self._dtype)
+            path = tuned.FOLDER / problem.table_name
+            label = f"E={problem.experts},N={problem.inter},H={problem.hidden}"
+            found.append(TuneTable(label, path, rows or moe_tuning.TOKENS, rows_in(path), (problem, shape.shared)))
+        return found
+
+    def tune(self, table: TuneTable, seconds: float, log: Log) -> None:
+        problem, shared = table.problem
+        table.path.parent.mkdir(parents=True, exist_ok=True)
+        moe_tuning.tune_experts(problem, shared, table.path, tokens=table.missing, seconds=seconds,
+                                workers=min(8, os.cpu_count() or 1), log=log)
+
+
+def rows_in(path: Path) -> tuple[int, ...]:
+    """Numbers of rows that a table holds; () when there is none. ValueError naming a file that cannot be read."""
+    if not path.is_file():
+        return ()
+    try:
+        return tuple(sorted(int(rows) for rows in json.loads(path.read_text())))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is not a table of measurements ({error}): move it away") from None

@@ -1,0 +1,150 @@
+"""`glowplug tune`: the products of a model, bounded time, going on where it stopped, several processes."""
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from glowplug.core.plugins import PluginSet, load_plugins
+from glowplug.core.resolve import plan as make_plan
+from glowplug.core.tuning import LayerShapes, layer_shapes
+from glowplug.entrypoints import tune_workers
+from glowplug.entrypoints.cli import main
+from glowplug.entrypoints.commands import tune
+from tests.tiny import write_config
+
+PLUGIN = "tests.sleepy_tuner"
+MODEL = ("--model", "tiny-v3", "--device", "cpu", "--plugin", PLUGIN)
+
+
+@pytest.fixture(scope="module")
+def plugins() -> PluginSet:
+    return load_plugins(entry_points=False)
+
+
+@pytest.fixture(autouse=True)
+def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "tables"
+    folder.mkdir()
+    monkeypatch.setenv("SLEEPY_TABLES", str(folder))
+    return folder
+
+
+def shapes_of(name: str, folder: Path, plugins: PluginSet) -> LayerShapes:
+    plan = make_plan({"model": str(write_config(folder, name)), "skip_tokenizer": True, "device": "cpu",
+                      "weights": {"use": "random"}}, plugins=plugins)
+    return layer_shapes(plan, plugins)
+
+
+def test_the_products_of_a_model_are_found_without_its_weights(plugins: PluginSet, tmp_path: Path) -> None:
+    found = shapes_of("v3", tmp_path, plugins)
+    sizes = {(sum(shape.outputs), shape.inputs) for shape in found.linears}
+    assert sizes == {(48 + 40, 64), (4 * 24, 48), (4 * 32, 32), (64, 64), (2 * 96, 64), (64, 96), (64, 64),
+                     (2 * 32, 64), (64, 32), (160, 64)}
+    assert [(shape.count, shape.hidden, shape.inter) for shape in found.experts] == [(8, 64, 32)]
+    assert (found.topk, found.quantized) == (3, frozenset())
+    fp8 = shapes_of("v3_fp8", tmp_path / "fp8", plugins)
+    assert any(name.endswith("o_proj") for name in fp8.quantized)
+    assert "lm_head" not in fp8.quantized
+
+
+def test_tuners_are_listed_and_unknown_ones_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "--plugin", PLUGIN]) == 0
+    shown = capsys.readouterr().out
+    assert "sleepy" in shown and "moe" in shown
+    assert main(["tune", "sleepi", *MODEL]) == 2
+    assert "no tuner 'sleepi'; there are: " in capsys.readouterr().err
+
+
+def test_every_table_is_filled_and_the_next_run_does_nothing(tables: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "sleepy", *MODEL, "--rows", "1", "4"]) == 0
+    shown = capsys.readouterr().out
+    written = sorted(tables.iterdir())
+    assert len(written) >= 7 and all(set(json.loads(path.read_text())) == {"1", "4"} for path in written)
+    assert "not complete" not in shown
+    stamps = [path.stat().st_mtime_ns for path in written]
+    assert main(["tune", "sleepy", *MODEL, "--rows", "1", "4"]) == 0
+    assert [path.stat().st_mtime_ns for path in written] == stamps
+    assert "rows" not in capsys.readouterr().out.replace("to measure", "")
+
+
+def test_time_runs_out_and_another_run_goes_on(tables: Path, capsys: pytest.CaptureFixture[str],
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.sleepy_tuner.SECONDS", 0.3)
+    started = time.monotonic()
+    assert main(["tune", "sleepy", *MODEL, "--max-minutes", "0.03"]) == 0
+    assert time.monotonic() - started < 30
+    assert "run the same command again to go on" in capsys.readouterr().out
+    first = {path: path.read_text() for path in tables.iterdir()}
+    assert first and len(first) < 10 * 3
+    monkeypatch.setattr("tests.sleepy_tuner.SECONDS", 0.0)
+    assert main(["tune", "sleepy", *MODEL]) == 0
+    assert "not complete" not in capsys.readouterr().out
+    assert all(set(json.loads(path.read_text())) == {"1", "8", "64"} for path in tables.iterdir())
+
+
+def test_some_tables_only_and_a_list_measures_nothing(tables: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "sleepy", *MODEL, "--list"]) == 0
+    labels = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("N=")]
+    assert len(labels) >= 7 and list(tables.iterdir()) == []
+    assert main(["tune", "sleepy", *MODEL, "--tables", labels[0], labels[1]]) == 0
+    assert sorted(path.stem for path in tables.iterdir()) == sorted(labels[:2])
+
+
+def test_a_model_without_experts_has_nothing_for_moe(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("triton")
+    assert main(["tune", "moe", "--model", "tiny-llama", "--device", "cpu"]) == 0
+    assert "nothing for moe" in capsys.readouterr().out
+
+
+def test_the_experts_tables_are_where_the_kernels_look(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("triton")
+    from glowplug.kernels.triton import tuned
+    from glowplug.kernels.triton.moe_experts import Problem
+
+    assert main(["tune", "moe", "--model", "v2lite", "--device", "cpu", "--list", "--dtype", "bfloat16"]) == 0
+    shown = capsys.readouterr().out
+    alone, riding = (Problem(64 + shared, 6 + shared, 2048, 1408, "bfloat16").table_name for shared in (0, 2))
+    assert str(tuned.FOLDER / alone) in shown or str(tuned.FOLDER / riding) in shown
+
+
+def test_a_damaged_table_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    from glowplug.plugins.quantization.tune_moe import rows_in
+
+    path = tmp_path / "E=8.json"
+    assert rows_in(path) == ()
+    path.write_text('{"16": {}, "2": {}}')
+    assert rows_in(path) == (2, 16)
+    path.write_text("{")
+    with pytest.raises(ValueError, match="E=8.json is not a table"):
+        rows_in(path)
+
+
+def test_processes_share_the_tables(tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["tune", "sleepy", *MODEL, "--rows", "1", "--gpus", "2"]
+    monkeypatch.setattr("sys.argv", ["glowplug", *words])
+    assert main(words) == 0
+    by = [json.loads(path.read_text())["1"]["by"] for path in tables.iterdir()]
+    assert len(by) >= 7 and {"0", "1"} == set(by)
+    assert abs(by.count("0") - by.count("1")) <= 1
+
+
+def test_too_few_cards_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with pytest.raises(ValueError, match="only 1 are visible"):
+        tune_workers._cards(2)
+
+
+def test_time_is_shared_out_over_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    class Noted:
+        def tune(self, table: object, seconds: float, log: object) -> None:
+            given.append(seconds)
+
+    one = [tune.TuneTable(str(number), Path("x"), (1,), (1,) if number == 1 else ()) for number in range(3)]
+    tune._measure(Noted(), one, 10.0)  # type: ignore[arg-type]
+    assert given == pytest.approx([5.0, 10.0], abs=0.1)
