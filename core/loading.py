@@ -16,8 +16,8 @@ SHOWN = 8  #: names listed in an error
 FLOATING = frozenset({"float64", "float32", "float16", "bfloat16"})  #: what a target of no fixed dtype can be made from
 
 
-def load_model(model: Model, source: WeightSource, facts: ModelFacts, progress: Progress | None = None) -> None:
-    """Match the model's targets with the source's tensors, store each, and finalize the model.
+def load_model(model: Model, source: WeightSource, facts: ModelFacts, progress: Progress | None = None) -> int:
+    """Match the model's targets with the source's tensors, store each, and finalize the model. Returns the bytes read.
 
     A source without entries is synthetic and is asked for every target that is not optional. WeightError lists what
     is missing, unexpected or of another shape or dtype; nothing is read before all of them agree.
@@ -29,15 +29,17 @@ def load_model(model: Model, source: WeightSource, facts: ModelFacts, progress: 
         wanted = [target for name, target in targets.items() if name in entries]
     else:
         wanted = [target for target in targets.values() if not target.optional]
-    waiting = {target.name for target in wanted}
+    waiting, size = {target.name for target in wanted}, 0
     for target, value in _values(source, wanted):
         waiting.remove(target.name)
         target.store(value)
+        size += value.nbytes
         if progress is not None:
             progress(len(wanted) - len(waiting), len(wanted))
     if waiting:
         raise WeightError(f"the source left out {len(waiting)} tensors: {_listed(sorted(waiting))}")
     model.finalize()
+    return size
 
 
 def _values(source: WeightSource, wanted: list[WeightTarget]) -> Iterator[tuple[WeightTarget, Tensor]]:

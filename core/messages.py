@@ -147,13 +147,15 @@ class Reply(msgspec.Struct, tag="r", array_like=True):
 
 
 class Progress(msgspec.Struct, tag="p", array_like=True):
-    """A rank lives. ``phase``: "build", "weights", "kv", "warmup", "ready", "serve", "ended"; done of total."""
+    """A rank lives. ``phase``: "build", "weights", "kernels", "kv", "capture", "self-test", "ready", "serve", "ended";
+    done of total. ``note``: a line for the log of whoever started the rank."""
 
     rank: int
     phase: str
     done: int = 0
     total: int = 0
     seconds: float = 0.0
+    note: str = ""
 
 
 class Failed(msgspec.Struct, tag="f", array_like=True):

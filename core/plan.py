@@ -36,7 +36,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class BudgetLine:
-    """Bytes set aside on each rank under one name. ``measured`` replaces the estimate after warm-up.
+    """Bytes set aside on each rank under one name: an estimate, which a rank compares with what it measures.
 
     ``ranks``: bytes on each rank where they differ, and then ``bytes`` is the most of any; () where they are the same.
     """
@@ -65,6 +65,8 @@ class Sizes:
     width: int = 1  #: tokens a decoding row computes a step (1 + drafted)
     draft_layers: int = 0  #: layers of the KV pool behind the model's own, for a draft model
     lookahead: int = 0  #: tokens behind a step's own for which a row has cache pages, because a draft writes there
+    least_pages: int = 0  #: with fewer pages, once memory has been measured, nothing is served; 0: ``num_pages``
+    most_pages: int = 0  #: what the pool grows to where memory is measured to be left; 0: ``num_pages``
 
     @property
     def positions(self) -> int:

@@ -1,7 +1,8 @@
 """What each slot's runtime object must do. A handful of methods each; made by ``factory(options, plan, worker)``.
 
-``reserve`` (allocate every persistent buffer, once), ``plan_step`` (host work and copies, never captured) and the
-device-only methods mean the same in every slot. Shapes: B rows, T tokens, D decoding rows, W width, H heads,
+``reserve`` (allocate every persistent buffer; a device's memory is measured between two calls, and the second, of other
+``num_pages`` and ``kv``, replaces the first), ``plan_step`` (host work and copies, never captured) and the device-only
+methods mean the same in every slot. Shapes: B rows, T tokens, D decoding rows, W width, H heads,
 V vocabulary. Importing this module imports torch only for type checking.
 """
 from __future__ import annotations

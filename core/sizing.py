@@ -1,6 +1,7 @@
 """Pass five: numbers and bytes. What each rank sets aside, by name, and what is left for the KV cache. No torch.
 
-Estimates here decide whether a plan can run at all and how many pages it gets; warm-up measures before the port opens.
+Estimates here decide whether a plan can run at all and how many pages it gets. On a device each rank measures before
+the port opens, and the KV cache then takes what is really left (``core/memory/fit.py``).
 """
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from dataclasses import dataclass
 from glowplug.core.draft import Draft
 from glowplug.core.errors import Refusal
 from glowplug.core.facts import ModelFacts
+from glowplug.core.memory.graph_bytes import graph_line
 from glowplug.core.memory.layout import DTYPE_BYTES
 from glowplug.core.mesh import axis_size
 from glowplug.core.offers import AttentionOffers, QuantizationOffers, SpeculativeOffers
-from glowplug.core.options import QuantizationOptions
 from glowplug.core.parameters import stated
 from glowplug.core.plan import BudgetLine, Sizes
 from glowplug.core.rank_bytes import Storage, weights_by_rank
@@ -60,9 +61,18 @@ def size(draft: Draft) -> tuple[Sizes, tuple[BudgetLine, ...]] | None:
     sizes = Sizes(context_length=context, max_running=rows, max_queued=draft.config.scheduler.max_queued_requests,
                   max_step_tokens=step_tokens, chunk_size=chunk, page_size=page, num_pages=pages,
                   kv_bytes=cache[0].bytes, width=draft.values["width"], draft_layers=draft.values["draft_layers"],
-                  lookahead=draft.values["lookahead"])
+                  lookahead=draft.values["lookahead"], **_page_bounds(draft, pages, rows, page, context))
     _remark_draft(draft)
     return sizes, (*fixed, *cache)
+
+
+def _page_bounds(draft: Draft, pages: int, rows: int, page: int, context: int) -> dict[str, int]:
+    """Within what bounds a rank may have another number of pages than planned, once it has measured."""
+    memory = draft.config.memory
+    if draft.values["device"] == "cpu" or memory.kv_tokens is not None or memory.kv_bytes is not None:
+        return {"least_pages": pages, "most_pages": pages}
+    one = -(-(context + _ahead(draft)) // page) + 1
+    return {"least_pages": min(pages, one), "most_pages": max(pages, KV_SPARE * rows * (one - 1) + 1)}
 
 
 # ---- counts ---------------------------------------------------------------------------------------------------------
@@ -103,9 +113,8 @@ def _weights(draft: Draft) -> list[BudgetLine]:
     """Bytes of the weights on each rank, the next-token layer apart."""
     scheme = draft.first("quantization")
     assert scheme is not None and isinstance(scheme.offers, QuantizationOffers)
-    assert isinstance(scheme.options, QuantizationOptions)
     storage = Storage(compute=DTYPE_BYTES[draft.values["dtype"]],
-                      keeps=not scheme.options.dequantizes(draft.values["device"], scheme.offers),
+                      keeps=draft.values["device"] not in scheme.offers.dequantizes,
                       copies_latent=draft.values["device"] == "cpu")
     lines = [_weight_line(draft, "weights", draft.facts.model, draft.elements, storage, False)]
     if draft.values["draft_layers"]:
@@ -141,6 +150,8 @@ def _workspaces(draft: Draft, rows: int, step_tokens: int, device: str) -> list[
         lines.append(_rope_tables(draft))
     if device == "cuda":
         lines.append(BudgetLine("cuda runtime", CUDA_RUNTIME, "context, libraries, allocator"))
+        graphs = graph_line(draft, rows, lambda tokens: _activations(draft, tokens, tokens * mesh.get("dp", 1)))
+        lines += [graphs] if graphs is not None else []
     if draft.config.memory.reserve_bytes:
         lines.append(BudgetLine("reserve", draft.config.memory.reserve_bytes, "memory.reserve_bytes"))
     return lines

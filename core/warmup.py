@@ -1,6 +1,6 @@
-"""The self-test before Ready: one prefill and one decode step on the scratch page, of the largest admitted shapes.
+"""Steps on the scratch page, before any request: the self-test, and the largest admitted steps, to measure memory.
 
-It allocates what the first requests would allocate, pays first-use costs, and refuses a model whose logits are not
+The self-test is one prefill and one decode step. It pays first-use costs and refuses a model whose logits are not
 finite before any client can see it. Ranks take the same steps together; groups of ranks also one in which only the
 first group has work.
 """
@@ -13,9 +13,16 @@ from glowplug.core.errors import GlowplugError
 from glowplug.core.offers import Mode
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import RequestRouter
+from glowplug.core.request import MAX_LOGPROBS, SamplingParams, Sequence
 from glowplug.core.runner import Runner
 
 WARM_TOKENS = 2048  #: longest warm-up prefill; beyond it the cost is arithmetic, not first use
+FEW_PAGES = 2  #: enough of a pool for every step here
+CACHED_CHUNKS = 1  #: chunks before the one whose memory is measured; backends read longer prefixes in pieces
+SCORED = 257  #: tokens of a prompt that is scored: a whole piece of what the runner scores at a time
+EVERYTHING = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, presence_penalty=0.1,
+                            repetition_penalty=1.1, logprobs=MAX_LOGPROBS, allowed_token_ids=[0, 1, 2],
+                            logit_bias={1: 1.0}, max_tokens=1, seed=0)
 
 
 def warm_up(runner: Runner, plan: EnginePlan, router: RequestRouter | None = None) -> None:
@@ -26,6 +33,52 @@ def warm_up(runner: Runner, plan: EnginePlan, router: RequestRouter | None = Non
     if router is not None:
         busy = _decode(plan, step=2)
         _run(runner, busy if router.group == 0 else idle_batch(), busy)
+
+
+def most_tokens(runner: Runner, plan: EnginePlan) -> None:
+    """Steps of as many tokens as there can be: a chunk behind a cached prefix beside short ones, and a fresh one."""
+    sizes = plan.sizes
+    chunk = min(sizes.chunk_size, sizes.context_length - sizes.width)
+    short = min(sizes.width, sizes.context_length)
+    for cached in (0, min(CACHED_CHUNKS * chunk, sizes.context_length - sizes.width - chunk)):
+        lengths = np.full(sizes.max_running if cached else 1, short, np.int32)
+        lengths[0] = chunk
+        ids = _ids(plan, int(lengths.sum()))
+        batch = _scratch_batch(plan, Mode.PREFILL, len(lengths), short, cached + chunk, ids)
+        batch.query_lens, batch.kv_lens = lengths, lengths.copy()
+        batch.kv_lens[0] += cached
+        batch.samples[:] = False
+        batch.next_ids = np.zeros(len(lengths), np.int32)
+        _run(runner, batch, batch)
+
+
+def most_logits(runner: Runner, plan: EnginePlan) -> None:
+    """Every row decodes and asks for all that sampling offers; then a prompt is scored."""
+    sizes = plan.sizes
+    mode = Mode.DECODE if sizes.width == 1 else Mode.VERIFY
+    batch = _scratch_batch(plan, mode, sizes.max_running, sizes.width,
+                           min(sizes.context_length, WARM_TOKENS + sizes.width), np.zeros(0, np.int32))
+    batch.joined = [Sequence(id=-1, prompt=np.zeros(1, np.int32), params=EVERYTHING, row=row)
+                    for row in range(sizes.max_running)]
+    try:
+        _run(runner, batch, batch)
+        _score_prompt(runner, plan)
+    finally:
+        for row in range(sizes.max_running):
+            runner.sampler.leave(row)
+
+
+def _score_prompt(runner: Runner, plan: EnginePlan) -> None:
+    length = min(SCORED, plan.sizes.chunk_size, plan.sizes.context_length - plan.sizes.width)
+    batch = _scratch_batch(plan, Mode.PREFILL, 1, length, length, _ids(plan, length))
+    batch.prompt_logprobs = np.ones(1, np.bool_)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=MAX_LOGPROBS)
+    table = runner.table.sequences
+    kept, table[0] = table[0], Sequence(id=-1, prompt=batch.prompt_ids, params=params)
+    try:
+        _run(runner, batch, batch)
+    finally:
+        table[0] = kept
 
 
 def _run(runner: Runner, batch: Batch, widest: Batch) -> None:
@@ -41,8 +94,12 @@ def _prompt_length(plan: EnginePlan) -> int:
 
 def _prefill(plan: EnginePlan) -> Batch:
     length = _prompt_length(plan)
-    ids = (np.arange(length, dtype=np.int64) * 7919 % plan.facts.model.vocab_size).astype(np.int32)
-    return _scratch_batch(plan, Mode.PREFILL, 1, length, length, ids)
+    return _scratch_batch(plan, Mode.PREFILL, 1, length, length, _ids(plan, length))
+
+
+def _ids(plan: EnginePlan, count: int) -> np.ndarray:
+    """Token ids that differ, so that a router spreads them."""
+    return (np.arange(count, dtype=np.int64) * 7919 % plan.facts.model.vocab_size).astype(np.int32)
 
 
 def _decode(plan: EnginePlan, step: int = 1) -> Batch:

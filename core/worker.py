@@ -1,11 +1,11 @@
 """Builds one rank from a plan: components, model, weights, KV pool, loop; then warms it up and tests it.
 
-Its phases are what progress reports and failures name: ``build``, ``weights``, ``kv``, ``warmup``, ``ready``.
+Its phases are what progress reports and failures name: ``build``, ``weights``, ``kernels`` (on a device: the largest
+steps run over a small pool, and what they take is measured), ``kv``, ``capture``, ``self-test``, ``ready``.
 """
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,23 +15,21 @@ from glowplug.core.build import BuildContext
 from glowplug.core.engine import Engine, RankClock
 from glowplug.core.errors import GlowplugError
 from glowplug.core.facts import ModelFacts
+from glowplug.core.fitting import RankMemory
 from glowplug.core.loading import load_model
 from glowplug.core.memory.allocator import PageAllocator
-from glowplug.core.memory.measure import MemoryMeter
-from glowplug.core.memory.pool import KVPool
 from glowplug.core.mesh import coordinates
 from glowplug.core.offers import QuantizationOffers
 from glowplug.core.parallel_stack import ParallelStack
 from glowplug.core.plan import Choice, EnginePlan
 from glowplug.core.plugins import PluginSet
 from glowplug.core.profiling import Profiler
-from glowplug.core.protocols import Limits, Model, QuantizationScheme, Scheduler, Worker
+from glowplug.core.protocols import Model, QuantizationScheme, Scheduler, Worker
 from glowplug.core.rank_controls import ControlHandler
 from glowplug.core.rows import SequenceTable
 from glowplug.core.runner import Runner
-from glowplug.core.warmup import warm_up
-
-Report = Callable[[str, int, int], None]  #: phase, done, total
+from glowplug.core.sizing import human
+from glowplug.core.startup import Note, Phases, Report, logger, rate
 
 
 def build_context(plan: EnginePlan, plugins: PluginSet, worker: Worker, *, facts: ModelFacts | None = None,
@@ -63,44 +61,58 @@ def _plain_scheme(plan: EnginePlan, plugins: PluginSet, worker: Worker) -> Quant
 class RankBuilder:
     """Makes the rank's objects in dependency order. One use; ``engine`` is the product."""
 
-    def __init__(self, plan: EnginePlan, worker: Worker, plugins: PluginSet, report: Report) -> None:
+    def __init__(self, plan: EnginePlan, worker: Worker, plugins: PluginSet, report: Report, note: Note) -> None:
         self.clock = RankClock()
-        self.plan, self.plugins, self.report = plan, plugins, report
+        self.plan, self.plugins, self.phases = plan, plugins, Phases(report, note)
         self.worker = replace(worker, clock=self.clock)
-        self.seconds: dict[str, float] = {}
-        self.meter = MemoryMeter(worker.device)
+        self.memory = RankMemory(plan, worker)
 
     def component(self, slot: str) -> Any:
         return self.plugins.build(self.plan.choice(slot), self.plan, self.worker)
 
     def build(self) -> Engine:
-        started = time.perf_counter()
-        self.report("build", 0, 1)
-        plan, sizes = self.plan, self.plan.sizes
-        context = build_context(plan, self.plugins, self.worker)
-        attention, speculative, family = context.attention, self.component("speculative"), self.component("model")
-        model = family.build(context)
-        draft = speculative.draft_model(self._behind(context), family, model)
-        self._lap("build", started)
+        with self.phases.run("build"):
+            context = build_context(self.plan, self.plugins, self.worker)
+            model, draft, speculative = self._models(context)
         self._load(model, draft)
-        table, pool = self._reserve(attention, speculative)
-        sampler = self.component("sampling")
-        limits = self._limits(pool)
-        for part in (attention, speculative, sampler):
-            part.reserve(limits)
-        runner = Runner(model=model, attention=attention, speculative=speculative, sampler=sampler,
-                        graphs=self.component("graphs"), table=table, device=self.worker.device)
-        scheduler = self.component("scheduler")
-        pages = PageAllocator(sizes.num_pages)
-        cache = self.component("cache")
-        scheduler.bind(table, pages, cache, self.component("policy"))
-        self._warm_up(runner, context.parallel)
-        self._capture(runner)
+        runner = self._runner(context, model, speculative)
+        self._make_pool(runner, context)
+        with self.phases.run("capture") as remarks:
+            with self.memory.capturing():
+                runner.graphs.capture(runner, self.phases.progress("capture"))
+            remarks.append(f"graphs take {human(self.memory.meter.lines['graphs'])}")
+        with self.phases.run("self-test"):
+            self.memory.test(runner, context.parallel)
         context.parallel.forget_load()
+        if self.memory.measures:
+            self.phases.note(self.memory.summary())
+        return self._engine(runner, context)
+
+    def _engine(self, runner: Runner, context: BuildContext) -> Engine:
+        scheduler = self.component("scheduler")
+        scheduler.bind(runner.table, PageAllocator(self.plan.sizes.num_pages), self.component("cache"),
+                       self.component("policy"))
         return Engine(scheduler=scheduler, runner=runner, parallel=context.parallel, collectives=context.collectives,
-                      overlap=plan.overlap, clock=self.clock, ranks=self.worker.ranks, leads=self.worker.rank == 0,
-                      observers=self._observers(), controls=self._controls(scheduler, context.parallel),
+                      overlap=self.plan.overlap, clock=self.clock, ranks=self.worker.ranks,
+                      leads=self.worker.rank == 0, observers=self._observers(),
+                      controls=self._controls(scheduler, context.parallel),
                       closing=[self._stopping, runner.graphs.close, context.collectives.close])
+
+    def _models(self, context: BuildContext) -> tuple[Model, Model | None, Any]:
+        speculative, family = self.component("speculative"), self.component("model")
+        model = family.build(context)
+        self.memory.mark_model("weights", model)
+        draft = speculative.draft_model(self._behind(context), family, model)
+        if draft is not None:
+            self.memory.mark_model("draft weights", draft)
+        return model, draft, speculative
+
+    def _runner(self, context: BuildContext, model: Model, speculative: Any) -> Runner:
+        sizes = self.plan.sizes
+        return Runner(model=model, attention=context.attention, speculative=speculative,
+                      sampler=self.component("sampling"), graphs=self.component("graphs"),
+                      table=SequenceTable(sizes.max_running, sizes.positions, sizes.page_size),
+                      device=self.worker.device)
 
     def _behind(self, context: BuildContext) -> BuildContext:
         """What a draft model builds from: cache layers behind the target's, and the facts of its own folder."""
@@ -116,62 +128,46 @@ class RankBuilder:
                 "profile_start": profiler.start, "profile_stop": profiler.stop}
 
     def _load(self, model: Model, draft: Model | None) -> None:
-        started, facts = time.perf_counter(), self.plan.facts
-        parts = [(facts.model, [model])]
+        facts = self.plan.facts
+        parts = [(facts.model, {"weights": model})]
         if draft is not None:
-            parts = [(facts.model, [model, draft])] if facts.draft is None else [*parts, (facts.draft, [draft])]
-        for folder, models in parts:
-            self._load_from(folder, models)
-        self.meter.mark("weights")
-        self._lap("weights", started)
+            if facts.draft is not None:
+                parts.append((facts.draft, {}))
+            parts[-1][1]["draft weights"] = draft
+        with self.phases.run("weights") as remarks:
+            started = time.perf_counter()
+            size = sum(self._load_from(folder, held) for folder, held in parts)
+            self.memory.gauge.settle()
+            remarks.append(rate(size, time.perf_counter() - started))
 
-    def _load_from(self, facts: ModelFacts, models: list[Model]) -> None:
-        source = self.component("weights")
+    def _load_from(self, facts: ModelFacts, models: dict[str, Model]) -> int:
+        """Bytes read from one folder."""
+        source, size = self.component("weights"), 0
         source.open(facts)
         try:
-            for model in models:
-                load_model(model, source, facts, lambda done, total: self.report("weights", done, total))
+            for line, model in models.items():
+                size += load_model(model, source, facts, self.phases.progress("weights"))
+                self.memory.meter.mark(line)
         finally:
             source.close()
+        return size
 
-    def _reserve(self, attention: Any, speculative: Any) -> tuple[SequenceTable, KVPool]:
-        started = time.perf_counter()
-        self.report("kv", 0, 1)
-        sizes = self.plan.sizes
-        table = SequenceTable(sizes.max_running, sizes.positions, sizes.page_size)
-        pool = KVPool(attention.kv_layout(), sizes.num_pages, self.worker.device)
-        self.kv_bytes = pool.bytes
-        self.meter.mark("kv cache")
-        self._lap("kv", started)
-        return table, pool
-
-    def _limits(self, pool: KVPool) -> Limits:
-        sizes = self.plan.sizes
-        return Limits(rows=sizes.max_running + 1, step_tokens=sizes.max_step_tokens,
-                      context=sizes.positions, page_size=sizes.page_size,
-                      num_pages=sizes.num_pages, width=sizes.width,
-                      vocab=self.plan.facts.model.vocab_size, kv=pool.layers, hidden=self.plan.facts.model.hidden_size)
-
-    def _warm_up(self, runner: Runner, parallel: ParallelStack) -> None:
-        started = time.perf_counter()
-        self.report("warmup", 0, 1)
-        warm_up(runner, self.plan, parallel.router())
-        self.meter.mark("activations")
-        self._lap("warmup", started)
-
-    def _capture(self, runner: Runner) -> None:
-        started = time.perf_counter()
-        self.report("capture", 0, 1)
-        runner.graphs.capture(runner, lambda done, total: self.report("capture", done, total))
-        self.meter.mark("graphs")
-        self._lap("capture", started)
+    def _make_pool(self, runner: Runner, context: BuildContext) -> None:
+        """The real pool; on a device of a size that was measured, else of the planned one."""
+        planned = self.plan.sizes.num_pages
+        if self.memory.measures:
+            with self.phases.run("kernels") as remarks:
+                left = self.memory.fit(runner, context.parallel, context.collectives)
+                remarks.append(f"a step takes {human(left.step)}")
+        with self.phases.run("kv") as remarks:
+            pool = self.memory.make_pool(runner)
+            self.plan = self.memory.plan
+            remarks.append(f"{human(pool.bytes)}, {pool.num_pages} pages of {self.plan.sizes.page_size} tokens"
+                           + (f", {planned} planned" if planned != pool.num_pages else ""))
 
     def _observers(self) -> list[Any]:
         found = self.plugins.call_each("step_observers", worker=self.worker, plan=self.plan)
         return [observer for _, group in found for observer in group or ()]
-
-    def _lap(self, phase: str, started: float) -> None:
-        self.seconds[phase] = time.perf_counter() - started
 
     def info(self, parallel: ParallelStack) -> dict[str, Any]:
         """What /server_info shows of this rank: start-up seconds by phase, planned and measured bytes by line, and
@@ -180,9 +176,7 @@ class RankBuilder:
         On the CPU the KV pool's measured bytes are the touched part of it: untouched pages cost nothing.
         """
         sizes = self.plan.sizes
-        memory = {line.name: {"planned": line.bytes, "measured": self.meter.lines.get(line.name)}
-                  for line in self.plan.budget}
-        info = {"startup_seconds": self.seconds, "kv_bytes": self.kv_bytes, "memory": memory,
+        info = {"startup_seconds": self.phases.seconds, "kv_bytes": sizes.kv_bytes, "memory": self.memory.report(),
                 "max_total_num_tokens": (sizes.num_pages - 1) * sizes.page_size}
         load = parallel.expert_load()
         return {**info, "expert_load": load} if load else info
@@ -196,14 +190,20 @@ def make_worker(plan: EnginePlan, rank: int, rendezvous: str = "") -> Worker:
                   coordinates=coordinates(rank, plan.mesh), rendezvous=rendezvous)
 
 
-def build_rank(plan: EnginePlan, rank: int, plugins: PluginSet, report: Report, rendezvous: str = "") -> Engine:
-    """One rank, ready to serve. Raises what went wrong; the last reported phase says where."""
+def build_rank(plan: EnginePlan, rank: int, plugins: PluginSet, report: Report, rendezvous: str = "",
+               note: Note = logger.info) -> Engine:
+    """One rank, ready to serve. Raises what went wrong; the last reported phase says where.
+
+    ``note`` gets a line for the log as each phase ends.
+    """
     if plugins.fingerprint != plan.fingerprint:
         raise GlowplugError(f"rank {rank} loaded other plugins than the plan was made with "
                             f"({plugins.fingerprint} against {plan.fingerprint})")
     worker = make_worker(plan, rank, rendezvous)
+    if worker.device != "cpu":
+        torch.cuda.set_device(worker.device)  # where streams and events are made
     torch.manual_seed(plan.seed)
-    builder = RankBuilder(plan, worker, plugins, report)
+    builder = RankBuilder(plan, worker, plugins, report, note)
     engine = builder.build()
     plugins.call_each("worker_started", worker=builder.worker, plan=plan)
     report("ready", 1, 1)

@@ -4,6 +4,7 @@ Every frame is raw bytes on a pipe (``Connection.send_bytes``); nothing that cro
 """
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import threading
 import time
@@ -15,6 +16,8 @@ from glowplug.core.messages import Failed, Outbound, Progress, decode_outbound
 from glowplug.core.plan import EnginePlan
 from glowplug.plugins.executors.blame import QUIET, SETTLE, Kind, Trouble, Watch, first_cause
 from glowplug.plugins.executors.rank_process import rank_main
+
+logger = logging.getLogger("glowplug.engine")
 
 GRACE = 5.0  #: seconds a rank gets to end by itself before it is killed
 LEAST = 0.05  #: seconds a look at the pipes may take while trouble settles
@@ -77,6 +80,7 @@ class LocalRanks:
             return []
         messages = decode_outbound(frame)
         self.watch.heard(rank, messages)
+        _log(messages)
         return [frame] if any(for_front(message) for message in messages) else []
 
     def settle(self) -> Trouble:
@@ -102,6 +106,13 @@ class LocalRanks:
             process.kill()
         for process in self._processes.values():
             process.join(GRACE)
+
+
+def _log(messages: Sequence[Outbound]) -> None:
+    """What ranks note while they start; rank 0 speaks for all where that is enough."""
+    for message in messages:
+        if isinstance(message, Progress) and message.note:
+            logger.log(logging.DEBUG if message.rank else logging.INFO, "rank %d: %s", message.rank, message.note)
 
 
 def for_front(message: Outbound) -> bool:

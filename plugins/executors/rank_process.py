@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
@@ -58,6 +57,9 @@ class RankLink:
         self.phase = phase
         self.progressed = time.monotonic()
         self.send([Progress(self.rank, phase, done, total)])
+
+    def note(self, text: str) -> None:
+        self.send([Progress(self.rank, self.phase, note=text)])
 
     def failed(self, error: BaseException) -> None:
         consequence = isinstance(error, CollectiveError)
@@ -123,7 +125,7 @@ def run_rank(pipe: Pipe, plan_json: bytes, rank: int, threads: int | None, rende
         plan = EnginePlan.from_json(plan_json)
         watchdog = float(plan.choice("executor").options.get("watchdog", 300.0))
         threading.Thread(target=link.beat_forever, args=(watchdog,), daemon=True, name="glowplug-beat").start()
-        engine = _build(plan, rank, threads, link.report, rendezvous)
+        engine = _build(plan, rank, threads, link, rendezvous)
         link.waits_in = type(engine.collectives).__module__
         _serve(engine, link)
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -150,8 +152,7 @@ def _die_with_parent() -> None:
         raise SystemExit(1)
 
 
-def _build(plan: EnginePlan, rank: int, threads: int | None, report: Callable[[str, int, int], None],
-           rendezvous: str) -> Engine:
+def _build(plan: EnginePlan, rank: int, threads: int | None, link: RankLink, rendezvous: str) -> Engine:
     import torch
 
     from glowplug.core.plugins import load_plugins_for
@@ -159,7 +160,7 @@ def _build(plan: EnginePlan, rank: int, threads: int | None, report: Callable[[s
 
     if threads is not None:
         torch.set_num_threads(threads)
-    return build_rank(plan, rank, load_plugins_for(plan), report, rendezvous)
+    return build_rank(plan, rank, load_plugins_for(plan), link.report, rendezvous, link.note)
 
 
 def _serve(engine: Engine, link: RankLink) -> None:

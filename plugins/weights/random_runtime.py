@@ -94,7 +94,7 @@ def bell(key: int, count: int, device: torch.device) -> Tensor:
 
 
 def _sums(key: int, start: int, count: int, device: torch.device) -> Tensor:
-    """Places ``start`` and on of ``bell``: 64 bits hashed from each (Steele et al.'s SplitMix64), four sixteenths added.
+    """Places ``start`` and on of ``bell``: 64 bits hashed from each (Steele et al., SplitMix64), in four parts added.
 
     NOTE: int64 wraps and shifts right with its sign everywhere alike; the mask takes the sign's copies away.
     """

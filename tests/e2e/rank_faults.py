@@ -29,7 +29,7 @@ WATCHDOG = 10.0  #: seconds, as configured; a busy machine may keep a rank from 
 PROMISED = {"kill": 3.0, "error": 3.0, "stop": WATCHDOG + 3.0, "hang": WATCHDOG + 3.0}  #: seconds from fault to end
 RANKS = 2
 #: when -> (component that fails, number of its call, phase that the reason names)
-MOMENTS = {"load": ("weights", 5, "weights"), "first step": ("sampling", 1, "warmup"),
+MOMENTS = {"load": ("weights", 5, "weights"), "first step": ("sampling", 1, "self-test"),
            "mid-decode": ("sampling", 25, "serve")}
 SAYS = {"kill": r"rank {rank} ended \(exit code -9\) in phase {phase}",
         "stop": r"rank {rank} has been silent for \d+ s \(phase {phase}\)",

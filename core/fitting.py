@@ -1,0 +1,170 @@
+"""What a rank's memory goes to: measured while it starts, and the KV pool made of what is left.
+
+On a device, steps of the largest admitted shapes run over a pool of a few pages first. What they take is then known,
+kernels are compiled and libraries have their workspaces, so that the pool can have all the rest but a reserve.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from glowplug.core.errors import GlowplugError
+from glowplug.core.layers.rope import Rope
+from glowplug.core.memory.fit import Left, compared, pages_that_fit
+from glowplug.core.memory.measure import Gauge, MemoryMeter, gauge_of
+from glowplug.core.memory.pool import KVPool
+from glowplug.core.parallel_stack import ParallelStack
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import Collectives, Limits, Model, Worker
+from glowplug.core.runner import Runner
+from glowplug.core.sizing import human
+from glowplug.core.warmup import FEW_PAGES, most_logits, most_tokens, warm_up
+
+RUNTIME = "cuda runtime"
+FIXES = ("a smaller scheduler.chunk_size, fewer scheduler.max_running_requests, a smaller memory.fraction, "
+         "more memory.reserve_bytes")
+
+
+class RankMemory:
+    """Meter and maker of one rank's memory.
+
+    Attributes:
+        measures: the rank's device can be measured; otherwise the plan's own number of pages stands.
+        plan: the plan, with the number of pages that the rank really has.
+    """
+
+    def __init__(self, plan: EnginePlan, worker: Worker, gauge: Gauge | None = None) -> None:
+        self.plan, self._device = plan, worker.device
+        self.meter = MemoryMeter(gauge or gauge_of(worker.device))
+        self.gauge = self.meter.gauge
+        self.measures = self.gauge.measures
+
+    def mark_model(self, line: str, model: Model) -> None:
+        """What building ``model`` took is ``line``'s, its rotary table apart."""
+        self.meter.mark(line)
+        rope = getattr(model, "rope", None)
+        if isinstance(rope, Rope):
+            self.meter.move(line, "rotary tables", rope.table.nbytes)
+
+    # ---- the KV pool ------------------------------------------------------------------------------------------------
+
+    def fit(self, runner: Runner, parallel: ParallelStack, collectives: Collectives) -> Left:
+        """Decide on the number of pages by measuring. GlowplugError when they are too few."""
+        layout = runner.attention.kv_layout()
+        with self.naming("kernels"):
+            small = KVPool(layout, FEW_PAGES, self._device)
+            self._reserve(small, runner.attention, runner.speculative, runner.sampler)
+            left = self._measure(runner, parallel)
+        states = sum(line.bytes for line in self.plan.budget if line.name == "page states")
+        page_bytes = layout.page_bytes + states // self.plan.sizes.num_pages
+        pages = pages_that_fit(self.plan, left, page_bytes, self.meter.lines)
+        # NOTE: the fewest of any rank: schedulers that decide alike need pools alike.
+        agreed = int(collectives.all_gather_numbers(np.array([pages], np.int64)).min())
+        self.plan = replace(self.plan, sizes=replace(self.plan.sizes, num_pages=agreed))
+        return left
+
+    def make_pool(self, runner: Runner) -> KVPool:
+        with self.naming("kv"):
+            pool = KVPool(runner.attention.kv_layout(), self.plan.sizes.num_pages, self._device)
+            self.meter.mark("kv cache")
+            self.plan = replace(self.plan, sizes=replace(self.plan.sizes, kv_bytes=pool.bytes))
+            again = [] if self.measures else [runner.sampler]
+            self._reserve(pool, runner.attention, runner.speculative, *again)
+            self.meter.mark("page states")
+        return pool
+
+    def _reserve(self, pool: KVPool, *parts: Any) -> None:
+        sizes, model = self.plan.sizes, self.plan.facts.model
+        limits = Limits(rows=sizes.max_running + 1, step_tokens=sizes.max_step_tokens, context=sizes.positions,
+                        page_size=sizes.page_size, num_pages=pool.num_pages, width=sizes.width, vocab=model.vocab_size,
+                        kv=pool.layers, hidden=model.hidden_size)
+        for part in parts:
+            part.reserve(limits)
+
+    def _measure(self, runner: Runner, parallel: ParallelStack) -> Left:
+        """Run the largest steps: what they take and give back, and what they leave of the device."""
+        meter, gauge = self.meter, self.gauge
+        gauge.settle()
+        meter.mark(RUNTIME)
+        warm_up(runner, self.plan, parallel.router())
+        gauge.settle()
+        meter.mark(RUNTIME)  # workspaces that libraries take from torch
+        steps = []
+        for line, run in (("activations", most_tokens), ("logits", most_logits)):
+            claimed = gauge.claimed()
+            with meter.peak(line):
+                run(runner, self.plan)
+            steps.append(gauge.most_claimed() - max(claimed, gauge.claimed()))
+        meter.lines[RUNTIME] += meter.outside
+        free, total = gauge.device()
+        graphs = sum(line.bytes for line in self.plan.budget if line.name == "graphs")
+        return Left(total=total, free=free, step=max(0, *steps), graphs=graphs)
+
+    # ---- graphs and the self-test -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """What graphs take: of torch's memory and of the driver's."""
+        with self.naming("capture"):
+            outside = self.meter.outside
+            yield
+            self.meter.mark("graphs")
+            self.meter.lines["graphs"] += max(0, self.meter.outside - outside)
+
+    def test(self, runner: Runner, parallel: ParallelStack) -> None:
+        """First steps over the real pool; on a device the largest ones too, so that no request's is the first."""
+        with self.naming("self-test"):
+            warm_up(runner, self.plan, parallel.router())
+            if not self.measures:
+                self.meter.mark("activations")
+                return
+            self.gauge.settle()
+            for line, run in (("activations", most_tokens), ("logits", most_logits)):
+                with self.meter.peak(line):
+                    run(runner, self.plan)
+            self.gauge.restart()
+
+    # ---- words ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def naming(self, phase: str) -> Iterator[None]:
+        """Running out of memory becomes an error with names and numbers."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise GlowplugError(f"out of device memory in phase {phase}; measured so far: "
+                                f"{compared(self.plan, self.meter.lines)}. Fix: {FIXES} ({error})") from error
+
+    def report(self) -> dict[str, dict[str, int | None]]:
+        """Bytes by line: planned before loading, measured while starting, and ``served``, the same over the whole pool.
+
+        ``step`` (on a device): the most that a step has taken since the rank was ready.
+        """
+        planned = {line.name: line.bytes for line in self.plan.budget}
+        lines: dict[str, dict[str, int | None]] = {}
+        for name in dict.fromkeys([*planned, *self.meter.lines]):
+            lines[name] = {"planned": planned.get(name), "measured": self.meter.lines.get(name)}
+            if name in self.meter.again:
+                lines[name]["served"] = self.meter.again[name]
+        if self.measures:
+            lines[RUNTIME]["served"] = self.meter.outside
+            lines["step"] = {"planned": None, "measured": self._most_of_steps(), "served": self._since_ready()}
+        return lines
+
+    def _most_of_steps(self) -> int:
+        return self.meter.lines.get("activations", 0) + self.meter.lines.get("logits", 0)
+
+    def _since_ready(self) -> int:
+        return max(0, self.gauge.most() - self.gauge.held())
+
+    def summary(self) -> str:
+        """One line for the log: what each line of the budget came to, and how far the plan was off."""
+        planned = {line.name: line.bytes for line in self.plan.budget}
+        parts = [f"{name} {human(size)}" + (f" ({size / planned[name] - 1:+.0%})" if planned.get(name) else "")
+                 for name, size in self.meter.lines.items() if size]
+        return "memory, against the plan: " + ", ".join(parts)

@@ -1,0 +1,61 @@
+"""The KV pool's size from what a device really has left, once weights are loaded and the largest steps have run.
+
+Arithmetic only; readings come from ``MemoryMeter``. A plan that predicted too little ends here, before the port opens,
+with names and numbers.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from glowplug.core.errors import GlowplugError
+from glowplug.core.plan import EnginePlan
+from glowplug.core.sizing import CUDA_RESERVE, human
+
+
+@dataclass(frozen=True)
+class Left:
+    """Bytes of one device after the largest steps.
+
+    Attributes:
+        total, free: of the device, with nothing cached by the allocator.
+        step: what a step takes and gives back, at most.
+        graphs: what captured graphs will take.
+    """
+
+    total: int
+    free: int
+    step: int
+    graphs: int = 0
+
+    def for_cache(self, fraction: float | None, reserve: int) -> int:
+        """What the KV pool may take; below 0 where there is too little for the steps alone."""
+        share = (1 - CUDA_RESERVE) if fraction is None else fraction
+        used = self.total - self.free
+        return int(self.total * share) - used - self.step - self.graphs - reserve
+
+
+def pages_that_fit(plan: EnginePlan, left: Left, page_bytes: int, measured: Mapping[str, int]) -> int:
+    """Pages of the KV pool, the scratch page included, of ``page_bytes`` with all that is kept of a page.
+
+    GlowplugError where they are too few for the plan; ``measured``: bytes by budget line, for its message.
+    """
+    memory, sizes = plan.config.get("memory") or {}, plan.sizes
+    room = left.for_cache(memory.get("fraction"), int(memory.get("reserve_bytes") or 0))
+    pages = min(sizes.most_pages or sizes.num_pages, max(0, room) // page_bytes)
+    least = sizes.least_pages or sizes.num_pages
+    if pages >= least:
+        return pages
+    raise GlowplugError(
+        f"{human(max(0, room))} of {human(left.total)} are left for the KV cache, which needs "
+        f"{human(least * page_bytes)} for {(least - 1) * sizes.page_size} tokens; measured against planned: "
+        f"{compared(plan, measured)}; a step takes {human(left.step)}, graphs {human(left.graphs)}. Fix: "
+        f"context_length or memory.kv_tokens = {max(1, (pages - 1) * sizes.page_size)} or less, fewer "
+        "scheduler.max_running_requests, a smaller scheduler.chunk_size, or a larger memory.fraction")
+
+
+def compared(plan: EnginePlan, measured: Mapping[str, int]) -> str:
+    """ "weights 29.3 GiB (29.2 GiB planned), ..." for every line that was measured."""
+    planned = {line.name: line.bytes for line in plan.budget}
+    return ", ".join(f"{name} {human(size)} ({human(planned[name])} planned)" if name in planned else
+                     f"{name} {human(size)}" for name, size in measured.items())

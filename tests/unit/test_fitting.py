@@ -1,0 +1,162 @@
+"""The KV pool is made of what a device is measured to have left. Readings are made up here; GPU tests take real ones."""
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from glowplug.core import fitting
+from glowplug.core.engine import Engine
+from glowplug.core.errors import GlowplugError
+from glowplug.core.memory.fit import Left, compared, pages_that_fit
+from glowplug.core.memory.measure import HostGauge, MemoryMeter
+from glowplug.core.messages import Control
+from glowplug.core.plan import BudgetLine, EnginePlan
+from glowplug.core.plugins import PluginSet, load_plugins
+from glowplug.core.testing.plans import bare_plan
+from glowplug.core.testing.ranks import rank_plan
+from glowplug.core.worker import build_rank
+from tests.tiny import write_config
+
+GIB = 1 << 30
+
+
+def plan_of(memory: dict[str, Any] | None = None, **sizes: Any) -> EnginePlan:
+    budget = (BudgetLine("weights", 10 * GIB, ""), BudgetLine("activations", GIB, ""))
+    plan = bare_plan(num_pages=100, page_size=16, **{"least_pages": 5, "most_pages": 1000, **sizes})
+    return replace(plan, budget=budget, config={"memory": memory or {}})
+
+
+def test_pages_are_what_is_left_by_name() -> None:
+    left = Left(total=100 * GIB, free=40 * GIB, step=3 * GIB, graphs=GIB)
+    assert left.for_cache(None, 0) == int(100 * GIB * 0.98) - (60 + 3 + 1) * GIB
+    assert left.for_cache(0.9, GIB) == int(100 * GIB * 0.9) - (60 + 3 + 1 + 1) * GIB
+    assert pages_that_fit(plan_of(), left, GIB, {}) == 34
+    assert pages_that_fit(plan_of({"fraction": 0.9}), left, GIB, {}) == 26
+    assert pages_that_fit(plan_of({"fraction": 0.9, "reserve_bytes": 4 * GIB}), left, GIB, {}) == 22
+
+
+def test_never_more_than_is_of_use_and_never_less_than_was_asked() -> None:
+    left = Left(total=100 * GIB, free=90 * GIB, step=0)
+    assert pages_that_fit(plan_of(most_pages=20), left, GIB, {}) == 20
+    asked = plan_of(least_pages=0, most_pages=0)  # so many tokens and no others
+    assert pages_that_fit(asked, left, GIB // 2, {}) == asked.sizes.num_pages
+    with pytest.raises(GlowplugError, match="88.0 GiB of 100.0 GiB are left for the KV cache, which needs 100.0 GiB"):
+        pages_that_fit(asked, left, GIB, {})
+
+
+def test_too_little_is_told_with_names_and_numbers() -> None:
+    left = Left(total=20 * GIB, free=4 * GIB, step=2 * GIB, graphs=GIB // 2)
+    with pytest.raises(GlowplugError) as error:
+        pages_that_fit(plan_of(), left, GIB, {"weights": 12 * GIB, "graphs": 7})
+    for part in ("1.1 GiB of 20.0 GiB are left", "needs 5.0 GiB for 64 tokens", "weights 12.0 GiB (10.0 GiB planned)",
+                 "graphs 7 B", "a step takes 2.0 GiB", "context_length or memory.kv_tokens = 1 or less"):
+        assert part in str(error.value), error.value
+    assert compared(plan_of(), {}) == ""
+
+
+class Pretend(HostGauge):
+    """A device of which ``free`` bytes are left whatever happens. Each step claims and holds a little more for a while.
+
+    Attributes:
+        temporary: bytes that the most expensive step takes and gives back.
+    """
+
+    measures = True
+
+    def __init__(self, total: int, free: int, temporary: int) -> None:
+        self.total, self.left, self.temporary = total, free, temporary
+        self.settled = 0
+
+    def held(self) -> int:
+        return 1000
+
+    def most(self) -> int:
+        return 1000 + self.temporary
+
+    def claimed(self) -> int:
+        return 2000
+
+    def most_claimed(self) -> int:
+        return 2000 + self.temporary
+
+    def settle(self) -> None:
+        self.settled += 1
+
+    def device(self) -> tuple[int, int]:
+        return self.left, self.total
+
+
+@pytest.fixture(scope="module")
+def plugins() -> PluginSet:
+    return load_plugins(entry_points=False)
+
+
+def started(monkeypatch: pytest.MonkeyPatch, folder: Path, plugins: PluginSet, gauge: Pretend, notes: list[str],
+            **config: Any) -> tuple[EnginePlan, Engine]:
+    """An engine on the CPU whose memory is measured by ``gauge``; the plan has made room for ten pages more or less."""
+    plan = rank_plan({"model": str(write_config(folder, "v3", num_nextn_predict_layers=1)), "device": "cpu",
+                      "weights": {"use": "random"}, "skip_tokenizer": True, "memory": {"kv_tokens": 512},
+                      "scheduler": {"max_running_requests": 3, "chunk_size": 24}, **config}, plugins)
+    plan = replace(plan, sizes=replace(plan.sizes, least_pages=plan.sizes.num_pages - 10,
+                                       most_pages=plan.sizes.num_pages + 10))
+    monkeypatch.setattr(fitting, "gauge_of", lambda device: gauge)
+    return plan, build_rank(plan, 0, plugins, lambda phase, done, total: None, note=notes.append)
+
+
+@pytest.mark.parametrize("extra", [-7, 0, 4, 50])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_an_engine_takes_what_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plugins: PluginSet, extra: int,
+                                      steps: int) -> None:
+    """Pool, draft state and scheduler agree on the number of pages; all lines are told."""
+    config: dict[str, Any] = {"speculative": {"use": "nextn", "steps": steps}} if steps else {}
+    probe, _ = started(monkeypatch, tmp_path, plugins, Pretend(1 << 40, 1 << 40, 0), [], **config)
+    page_bytes = sum(line.bytes for line in probe.budget if line.name in ("kv cache", "page states"))
+    page_bytes //= probe.sizes.num_pages
+    total, wanted, notes = 1 << 32, probe.sizes.num_pages + extra, list[str]()
+    free = total - int(total * 0.98) + wanted * page_bytes + 5000 + page_bytes // 2
+    plan, engine = started(monkeypatch, tmp_path, plugins, Pretend(total, free, 5000), notes, **config)
+    pages = min(wanted, plan.sizes.num_pages + 10)
+    assert engine.scheduler.load().pages_total == pages - 1
+    assert {len(t) for layer in engine.runner.attention._kv for t in layer.values()} == {pages * plan.sizes.page_size}
+    if steps:
+        assert len(engine.runner.speculative._page_ends) == pages
+    info = engine.controls.answer(Control(1, "info")).data
+    assert info["max_total_num_tokens"] == (pages - 1) * plan.sizes.page_size
+    assert info["memory"]["activations"]["measured"] == info["memory"]["logits"]["served"] == 5000
+    assert info["memory"]["step"] == {"planned": None, "measured": 10_000, "served": 5000}
+    assert [note.partition(":")[0] for note in notes] == [
+        "build", "weights", "kernels", "kv", "capture", "self-test", "memory, against the plan"]
+    assert "GB/s" in notes[1]
+    assert (f"{plan.sizes.num_pages} planned" in notes[3]) == (pages != plan.sizes.num_pages)
+    engine.close()
+
+
+def test_too_few_pages_end_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plugins: PluginSet) -> None:
+    with pytest.raises(GlowplugError, match=r"are left for the KV cache.*measured against planned: .*activations"):
+        started(monkeypatch, tmp_path, plugins, Pretend(1 << 32, 1 << 26, 5000), [])
+
+
+def test_running_out_of_memory_is_told_by_phase(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                plugins: PluginSet) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(fitting, "most_tokens", fail)
+    with pytest.raises(GlowplugError, match=r"out of device memory in phase kernels; measured so far: weights .*chunk"):
+        started(monkeypatch, tmp_path, plugins, Pretend(1 << 32, 1 << 31, 0), [])
+
+
+def test_a_meter_adds_up_and_moves() -> None:
+    gauge = Pretend(100, 50, 7)
+    meter = MemoryMeter(gauge)
+    monotone = iter([1500, 1500, 1800])
+    gauge.held = lambda: next(monotone)  # type: ignore[method-assign]
+    meter.mark("weights")
+    meter.move("weights", "rotary tables", 100)
+    meter.mark("kv cache")
+    meter.mark("weights")
+    assert meter.lines == {"weights": 700, "rotary tables": 100, "kv cache": 0}
