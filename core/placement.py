@@ -24,7 +24,10 @@ def slots_at(page_table: Tensor, positions: Tensor, page_size: int) -> Tensor:
 
 def send(parts: Seq[NDArray[Any]], device: torch.device) -> tuple[Tensor, ...]:
     """One-dimensional integer ``parts`` as int32 tensors on ``device``: one copy, which the host does not wait for."""
-    packed = torch.from_numpy(np.concatenate(parts, dtype=np.int32, casting="unsafe"))
-    if device.type != "cpu":
-        packed = packed.pin_memory().to(device, non_blocking=True)
-    return torch.split(packed, [len(part) for part in parts])
+    sizes = [len(part) for part in parts]
+    if device.type == "cpu":
+        return torch.split(torch.from_numpy(np.concatenate(parts, dtype=np.int32, casting="unsafe")), sizes)
+    # NOTE: torch keeps pinned memory that was given back until the copies out of it have happened.
+    packed = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=True)
+    np.concatenate(parts, out=packed.numpy(), casting="unsafe")
+    return torch.split(packed.to(device, non_blocking=True), sizes)

@@ -1,0 +1,35 @@
+"""Copies of results to the host: in turns, growing, each with its own values."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+from glowplug.core.host_copy import TURNS, HostCopier
+
+
+@pytest.mark.gpu
+def test_copies_keep_their_values_while_others_are_under_way() -> None:
+    copier = HostCopier()
+    for size in (1, 5, 300):
+        sent = [[torch.full((size, 2), turn, device="cuda"), torch.arange(size, device="cuda") % 2 == turn % 2,
+                 torch.rand(0, 3, device="cuda")] for turn in range(TURNS)]
+        copies = [copier.begin(tensors) for tensors in sent]
+        for tensors in sent:
+            tensors[0].zero_()  # behind the copy
+        for turn, copy in enumerate(copies):
+            number, flag, none = copy.wait()
+            assert number.shape == (size, 2) and (number == turn).all()
+            assert flag.tolist() == [i % 2 == turn % 2 for i in range(size)] and none.shape == (0, 3)
+
+
+@pytest.mark.gpu
+def test_beginning_does_not_wait_for_the_device() -> None:
+    copier, tensor = HostCopier(), torch.ones(4, device="cuda")
+    for _ in range(TURNS):
+        copier.begin([tensor]).wait()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        copy = copier.begin([tensor])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert copy.wait()[0].tolist() == [1, 1, 1, 1]
