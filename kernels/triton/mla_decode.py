@@ -14,36 +14,44 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.triton.mla_merge import mla_merge_kernel
+from glowplug.kernels.triton.mla_merge import merge
 
-PROGRAMS = 264  #: that keep an H200 busy: two for each of its 132 multiprocessors
+MULTIPROCESSORS = 132  #: of an H200
 LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def _visible(pos, own, length, end, width, first_key, tree, AXIS: tl.constexpr, TREE: tl.constexpr):
-    """Which keys at ``pos`` [N] the query tokens ``own`` [M] see; keys lie along ``AXIS``."""
-    key = tl.expand_dims(pos, 1 - AXIS)
+def _visible(pos, own, length, end, width, first_key, tree, TREE: tl.constexpr):
+    """[M, N]: which keys at ``pos`` [N] the query tokens ``own`` [M] see."""
     begin = length - width  # of the row's own tokens
     if TREE:
-        mine = key - begin
-        seen = (mine < 0) | ((tl.expand_dims(tree, AXIS) >> tl.maximum(mine, 0).to(tl.int64)) & 1 != 0)
+        mine = (pos - begin)[None, :]
+        seen = (mine < 0) | ((tree[:, None] >> tl.maximum(mine, 0).to(tl.int64)) & 1 != 0)
     else:
-        seen = key <= begin + tl.expand_dims(own, AXIS)
-    return seen & (key >= first_key) & (key < end)
+        seen = pos[None, :] <= begin + own[:, None]
+    return seen & ((pos >= first_key) & (pos < end))[None, :]
+
+
+@triton.jit
+def _part(at, filled, C: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr):
+    """Numbers ``FIRST`` to ``FIRST + SIZE`` of the rows of C numbers at ``at``, zeros where there are none."""
+    c = FIRST + tl.arange(0, SIZE)
+    if C >= FIRST + SIZE:
+        return tl.load(at[:, None] + c[None, :], mask=filled[:, None], other=0.0)
+    return tl.load(at[:, None] + c[None, :], mask=filled[:, None] & (c[None, :] < C), other=0.0)
 
 
 @triton.jit(do_not_specialize=["splits", "first_key", "width", "table_stride"])
 def mla_decode_kernel(query, kv, page_table, kv_lens, tree_mask, out, lse, scale, kv_scale, splits, first_key, width,
                       heads, table_stride, kv_stride: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
-                      BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                      PAGE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, AXIS: tl.constexpr,
+                      BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
+                      BLOCK_N: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
                       TREE: tl.constexpr, PRECISION: tl.constexpr):
     """A program: ``BLOCK_M`` (query token, head) pairs of a row, one split of its keys.
 
     Softmax in base 2: ``scale`` carries log2(e) and the cache's scale. Writes ``out`` at [pair, C] if there is one split,
-    else float32 at [pair, split, C], and ``lse`` (base 2) at [pair, split]. Keys lie in rows of the score tile (``AXIS``
-    0: long tiles of keys against few queries) or in its columns (``AXIS`` 1).
+    else float32 at [pair, split, C], and ``lse`` (base 2) at [pair, split]. The latent lies in ``PARTS`` tiles of
+    ``BLOCK_C``: short products that do not wait for each other.
     """
     block, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(kv_lens + row)
@@ -57,13 +65,15 @@ def mla_decode_kernel(query, kv, page_table, kv_lens, tree_mask, out, lse, scale
     real = pair < width * heads
     own = pair // heads
     at = (row * width * heads + pair).to(tl.int64)
-    c, r = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
-    q_c = tl.load(query + at[:, None] * (C + R) + c[None, :], mask=real[:, None] & (c[None, :] < C), other=0.0)
-    q_r = tl.load(query + at[:, None] * (C + R) + (C + r)[None, :], mask=real[:, None] & (r[None, :] < R), other=0.0)
+    q_at = query + at * (C + R)
+    q_r = _part(q_at + C, real, R, BLOCK_R, 0)
+    q_c, acc = (), ()
+    for part in tl.static_range(PARTS):
+        q_c = q_c + (_part(q_at, real, C, BLOCK_C, part * BLOCK_C),)
+        acc = acc + (tl.zeros([BLOCK_M, BLOCK_C], tl.float32),)
     tree = tl.load(tree_mask + row * width + own, mask=real, other=1) if TREE else own
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_C, BLOCK_M] if AXIS == 0 else [BLOCK_M, BLOCK_C], tl.float32)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     table = page_table + row * table_stride
     n = tl.arange(0, BLOCK_N)
     for n0 in tl.range(start, end, BLOCK_N, num_stages=STAGES):
@@ -75,61 +85,70 @@ def mla_decode_kernel(query, kv, page_table, kv_lens, tree_mask, out, lse, scale
         else:
             page = tl.load(table + pos // PAGE, mask=pos < end, other=0)
             entry = kv + (page * PAGE + pos % PAGE).to(tl.int64) * kv_stride
-        if C == BLOCK_C:
-            latent = tl.load(entry[:, None] + c[None, :], mask=filled[:, None], other=0.0)
-        else:
-            latent = tl.load(entry[:, None] + c[None, :], mask=filled[:, None] & (c[None, :] < C), other=0.0)
-        if R == BLOCK_R:
-            rope = tl.load(entry[:, None] + (C + r)[None, :], mask=filled[:, None], other=0.0)
-        else:
-            rope = tl.load(entry[:, None] + (C + r)[None, :], mask=filled[:, None] & (r[None, :] < R), other=0.0)
-        latent, rope = latent.to(q_c.dtype), rope.to(q_c.dtype)
-        if AXIS == 0:
-            scores = tl.dot(latent, tl.trans(q_c), input_precision=PRECISION)
-            scores = tl.dot(rope, tl.trans(q_r), scores, input_precision=PRECISION)
-        else:
-            scores = tl.dot(q_c, tl.trans(latent), input_precision=PRECISION)
-            scores = tl.dot(q_r, tl.trans(rope), scores, input_precision=PRECISION)
-        seen = _visible(pos, own, length, end, width, first_key, tree, AXIS, TREE)
-        scores = tl.where(seen, scores * scale, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, axis=AXIS))
+        latent = ()
+        for part in tl.static_range(PARTS):
+            latent = latent + (_part(entry, filled, C, BLOCK_C, part * BLOCK_C).to(q_r.dtype),)
+        rope = _part(entry + C, filled, R, BLOCK_R, 0).to(q_r.dtype)
+        # NOTE: scaled before they are summed: a bare sum of products becomes one chain that waits for each of its links
+        scores = tl.dot(q_r, tl.trans(rope), input_precision=PRECISION) * scale
+        for part in tl.static_range(PARTS):
+            scores += tl.dot(q_c[part], tl.trans(latent[part]), input_precision=PRECISION) * scale
+        seen = _visible(pos, own, length, end, width, first_key, tree, TREE)
+        scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, axis=1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(scores - tl.expand_dims(base, AXIS))
-        kept = tl.exp2(top - base)
-        total = total * kept + tl.sum(weights, axis=AXIS)
-        acc = acc * tl.expand_dims(kept, AXIS)
-        if AXIS == 0:
-            acc = tl.dot(tl.trans(latent), weights.to(latent.dtype), acc, input_precision=PRECISION)
-        else:
-            acc = tl.dot(weights.to(latent.dtype), latent, acc, input_precision=PRECISION)
+        weights = tl.exp2(scores - base[:, None])
+        kept = tl.exp2(top - base)[:, None]
+        total = total * kept + weights
+        weights = weights.to(q_r.dtype)
+        summed = ()
+        for part in tl.static_range(PARTS):
+            summed = summed + (tl.dot(weights, latent[part], acc[part] * kept, input_precision=PRECISION),)
+        acc = summed
         top = higher
-    acc = acc * tl.expand_dims(kv_scale / tl.where(total == 0.0, 1.0, total), AXIS)
+    norm = tl.sum(total, axis=1)
+    inverse = (kv_scale / tl.where(norm == 0.0, 1.0, norm))[:, None]
     line = at * splits + split
-    target = out + tl.expand_dims(line * C, AXIS) + tl.expand_dims(c, 1 - AXIS)
-    tl.store(target, acc.to(out.dtype.element_ty), mask=tl.expand_dims(real, AXIS) & (tl.expand_dims(c, 1 - AXIS) < C))
+    for part in tl.static_range(PARTS):
+        c = part * BLOCK_C + tl.arange(0, BLOCK_C)
+        tl.store(out + line[:, None] * C + c[None, :], (acc[part] * inverse).to(out.dtype.element_ty),
+                 mask=real[:, None] & (c < C)[None, :])
     if SPLIT:
-        tl.store(lse + line, top + tl.log2(total), mask=real)
+        tl.store(lse + line, top + tl.log2(norm), mask=real)
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a decode step is cut: constants of the two kernels, fixed by what a captured graph fixes."""
+    """How a decode step is cut: constants of the kernels, fixed by what a captured graph fixes.
+
+    ``ring``: by the kernel for Hopper, which has ``block_n`` 64, one part, and stages of its own.
+    """
 
     block_m: int
     block_n: int
     splits: int
-    axis: int
+    parts: int
     warps: int
     stages: int
+    ring: bool = False
 
 
-def tiling(rows: int, width: int, heads: int, context: int, itemsize: int = 2) -> Tiling:
+def tiling(rows: int, width: int, heads: int, context: int, itemsize: int = 2, ring: bool = False) -> Tiling:
     """For ``rows`` (padded) rows of ``width`` query tokens, ``heads`` heads, rows of ``context`` keys at most."""
     block_m = min(64, max(16, triton.next_power_of_2(width * heads)))
-    block_n = 32 if itemsize <= 2 else 16
-    blocks = rows * triton.cdiv(width * heads, block_m)
-    splits = max(1, min(triton.cdiv(PROGRAMS, max(1, blocks)), triton.cdiv(context, block_n)))
-    return Tiling(block_m, block_n, splits, 1, 4, 3)
+    blocks = max(1, rows * triton.cdiv(width * heads, block_m))
+    block_n = 64 if ring else 32 if itemsize <= 2 else 16
+    programs = MULTIPROCESSORS if ring else 2 * MULTIPROCESSORS
+    splits = max(1, min(programs // blocks, triton.cdiv(context, block_n)))
+    if ring:
+        return Tiling(block_m, block_n, splits, 1, 8 if block_m == 64 else 4, 2, True)
+    return Tiling(block_m, block_n, splits, 4, 4, 5)
+
+
+def ring_fits(query: torch.dtype, kv: torch.dtype, page_size: int, lora: int, rope: int, device: torch.device) -> bool:
+    """May the kernel for Hopper be used? It copies whole tiles of 16-bit numbers."""
+    return (device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and query == kv
+            and query.itemsize == 2 and page_size % 64 == 0 and lora in (256, 512) and rope == 64)
 
 
 def mla_decode(query: Tensor, kv: Tensor, page_table: Tensor, kv_lens: Tensor, scale: float, page_size: int, lora: int,
@@ -141,27 +160,32 @@ def mla_decode(query: Tensor, kv: Tensor, page_table: Tensor, kv_lens: Tensor, s
     W own tokens, and own token j where bit j is set. ``kv_scale``: what numbers of an FP8 cache are multiplied by.
     """
     tokens, heads, size = query.shape
-    rows = kv_lens.shape[0]
+    rows, splits = kv_lens.shape[0], cut.splits
     out = query.new_empty(tokens, heads, lora)
     if not tokens:
         return out
-    width, splits = tokens // rows, cut.splits
+    width = tokens // rows
     assert query.is_contiguous() and kv.stride(1) == 1
-    partial, lse = out, out
+    partial, lse = out, kv_lens
     if splits > 1:
         partial = torch.empty((tokens, heads, splits, lora), dtype=torch.float32, device=out.device)
         lse = torch.empty((tokens, heads, splits), dtype=torch.float32, device=out.device)
-    block_c = max(16, triton.next_power_of_2(lora))
-    mla_decode_kernel[(triton.cdiv(width * heads, cut.block_m), rows, splits)](
-        query, kv, page_table, kv_lens, tree if tree is not None else kv_lens, partial, lse,
-        scale * kv_scale * LOG2_E, kv_scale, splits, first_key, width, heads, page_table.stride(0), kv_stride=kv.stride(0),
-        C=lora, R=size - lora, BLOCK_C=block_c, BLOCK_R=max(16, triton.next_power_of_2(size - lora)),
-        BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, PAGE=page_size, SPLIT=splits > 1, STAGES=cut.stages, AXIS=cut.axis,
-        TREE=tree is not None, PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
-        num_warps=cut.warps, num_stages=cut.stages)
+    grid = (triton.cdiv(width * heads, cut.block_m), rows, splits)
+    rest = (page_table, kv_lens, tree if tree is not None else kv_lens, partial, lse, scale * kv_scale * LOG2_E)
+    shape = (splits, first_key, width, heads, page_table.stride(0))
+    same = {"C": lora, "R": size - lora, "BLOCK_M": cut.block_m, "PAGE": page_size, "SPLIT": splits > 1,
+            "TREE": tree is not None, "num_warps": cut.warps}
+    if cut.ring:
+        from glowplug.kernels.triton import mla_decode_hopper as hopper
+
+        hopper.mla_decode_hopper_kernel[grid](query, *hopper.described(kv, lora), *rest, *shape, **same)
+    else:
+        mla_decode_kernel[grid](
+            query, kv, *rest, kv_scale, *shape, kv_stride=kv.stride(0),
+            BLOCK_C=max(16, triton.next_power_of_2(triton.cdiv(lora, cut.parts))),
+            BLOCK_R=max(16, triton.next_power_of_2(size - lora)), PARTS=cut.parts, BLOCK_N=cut.block_n,
+            STAGES=cut.stages, PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
+            num_stages=cut.stages, **same)
     if splits > 1:
-        block_d = min(block_c, 128)
-        mla_merge_kernel[(tokens * heads, triton.cdiv(lora, block_d))](
-            partial, lse, kv_lens, out, width * heads, splits, C=lora, BLOCK_D=block_d, BLOCK_N=cut.block_n,
-            BLOCK_S=triton.next_power_of_2(splits), CHUNK=min(16, triton.next_power_of_2(splits)), num_warps=4)
+        merge(partial, lse, kv_lens, out, width * heads, cut.block_n)
     return out

@@ -3,17 +3,21 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 
 @triton.jit(do_not_specialize=["pairs", "splits"])
 def mla_merge_kernel(partial, lse, kv_lens, out, pairs, splits, C: tl.constexpr, BLOCK_D: tl.constexpr,
-                     BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr):
+                     BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr):
     """A program: ``BLOCK_D`` numbers of one (query token, head) pair; ``pairs`` of a row lie side by side.
 
     partial float32 [pair, split, C], lse float32 [pair, split] in base 2 -> out [pair, C]. How many splits of a row hold
-    anything follows from its length as in the kernel before.
+    anything follows from its length as in the kernel before. ``EARLY``: launched while that one ends, so it waits.
     """
     pair, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if EARLY:
+        gdc_wait()
     length = tl.load(kv_lens + pair // pairs)
     tiles = tl.cdiv(length, BLOCK_N)
     count = tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, splits), 1))
@@ -32,3 +36,14 @@ def mla_merge_kernel(partial, lse, kv_lens, out, pairs, splits, C: tl.constexpr,
         acc += value * weight[:, None]
     result = tl.sum(acc, axis=0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out + pair * C + d, result.to(out.dtype.element_ty), mask=d < C)
+
+
+def merge(partial: Tensor, lse: Tensor, kv_lens: Tensor, out: Tensor, pairs: int, block_n: int) -> None:
+    """partial float32 [B * W, H, S, C], lse float32 [B * W, H, S], kv_lens int32 [B] -> out [B * W, H, C]."""
+    tokens, heads, splits, size = partial.shape
+    padded = triton.next_power_of_2(splits)
+    block_d = min(128, triton.next_power_of_2(size))
+    early = partial.is_cuda
+    mla_merge_kernel[(tokens * heads, triton.cdiv(size, block_d))](
+        partial, lse, kv_lens, out, pairs, splits, C=size, BLOCK_D=block_d, BLOCK_N=block_n, BLOCK_S=padded,
+        CHUNK=min(16, padded), EARLY=early, num_warps=4, **({"launch_pdl": True} if early else {}))

@@ -55,11 +55,11 @@ class Case:
         torch.testing.assert_close(self.run(cut).double(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("splits", [1, 3, 8])
-def test_lengths_around_tiles_and_splits(axis: int, splits: int) -> None:
+def test_lengths_around_tiles_and_splits(parts: int, splits: int) -> None:
     case = Case([1, 15, 16, 17, 48], seed=splits)
-    case.check(case.cut(block_n=16, splits=splits, axis=axis))
+    case.check(case.cut(block_n=16, splits=splits, parts=parts))
 
 
 @pytest.mark.parametrize("page", [1, 4, 7, 64])
@@ -68,21 +68,21 @@ def test_page_sizes(page: int) -> None:
     case.check(case.cut(block_n=16, splits=2))
 
 
-@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("width", [2, 5])
 @pytest.mark.parametrize("first_key", [0, 1])
-def test_widths_are_causal(axis: int, width: int, first_key: int) -> None:
+def test_widths_are_causal(parts: int, width: int, first_key: int) -> None:
     """Fewer keys than query tokens too, so that the first of them see none."""
     case = Case([width - 1, width, 17, 32 + width], width=width, first_key=first_key, seed=width)
-    case.check(case.cut(block_n=16, splits=2, axis=axis))
+    case.check(case.cut(block_n=16, splits=2, parts=parts))
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-def test_trees(axis: int) -> None:
+@pytest.mark.parametrize("parts", [1, 2])
+def test_trees(parts: int) -> None:
     case = Case([7, 20, 37], width=7, heads=4, seed=4)
     random = np.random.default_rng(4).integers(0, 1 << 7, (3, 7))
     case.tree = torch.from_numpy(random | 1 << np.arange(7)).to(DEVICE)
-    case.check(case.cut(block_n=16, splits=2, axis=axis))
+    case.check(case.cut(block_n=16, splits=2, parts=parts))
 
 
 def test_a_chain_is_a_tree() -> None:
