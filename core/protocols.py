@@ -175,6 +175,7 @@ class LinearShape:
         col_start: first column in the checkpoint's tensor.
         full: (rows, columns) of each part in the checkpoint.
         bias: the parts carry biases.
+        wide: float32 results are as welcome as those in the activation dtype.
     """
 
     name: str
@@ -185,6 +186,7 @@ class LinearShape:
     col_start: int
     full: tuple[tuple[int, int], ...]
     bias: bool = False
+    wide: bool = False
 
 
 @dataclass(frozen=True)
@@ -255,7 +257,7 @@ class LinearMethod(Protocol):
         ...
 
     def apply(self, x: Tensor | Quantized) -> Tensor:
-        """x [T, inputs] -> [T, sum(outputs)] in the activation dtype, bias added."""
+        """x [T, inputs] -> [T, sum(outputs)] in the activation dtype (or ``LinearShape.wide``), bias added."""
         ...
 
     def dense(self) -> Tensor:

@@ -43,7 +43,7 @@ class LmHead(Module):
     """Scores float32 [N, vocab] of hidden states [N, hidden]."""
 
     def __init__(self, context: BuildContext, name: str, vocab: int, hidden: int) -> None:
-        self.linear = Linear(context, name, hidden, [Part(name, vocab, "vocab")])
+        self.linear = Linear(context, name, hidden, [Part(name, vocab, "vocab")], wide=True)
         self._shard = self.linear.shards[0]
         self._gather = context.collectives if self._shard.size < vocab else None
 

@@ -46,13 +46,15 @@ class Linear(Module):
         parts: what is fused.
         input_role: "replicated", or "row" when ranks hold a slice of the columns (of ``input_unit`` columns at a time).
         reduce: sum partial results over the ranks here; False leaves that to the caller.
+        wide: results may be float32, whatever the activations are.
 
     ``partial`` names the axes over which the caller has to sum; ``shards`` are the rows held of each part.
     """
 
     def __init__(self, context: BuildContext, name: str, inputs: int, parts: Sequence[Part], *,
-                 input_role: str = "replicated", input_unit: int = 1, reduce: bool = True) -> None:
-        self.name = name
+                 input_role: str = "replicated", input_unit: int = 1, reduce: bool = True,
+                 wide: bool = False) -> None:
+        self.name, self._wide = name, wide
         self._context = context
         columns = self._shard(input_role, parts[0].name, inputs, input_unit)
         self.shards = [self._rows(part) for part in parts]
@@ -90,7 +92,7 @@ class Linear(Module):
                 outputs=tuple(shard.size for _, shard in held), inputs=columns.size,
                 row_starts=tuple(shard.start for _, shard in held), col_start=columns.start,
                 full=tuple((part.rows, columns.full) for part, _ in held),
-                bias=bias)))
+                bias=bias, wide=self._wide)))
         return methods
 
     def own_targets(self) -> Iterator[WeightTarget]:

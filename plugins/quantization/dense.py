@@ -32,7 +32,7 @@ def row_spans(shape: LinearShape) -> list[slice]:
 class DenseLinear:
     """The weight, input-major: [inputs, sum(outputs)].
 
-    NOTE: input-major because a CPU multiplies one to sixteen rows by it up to twice as fast; a GPU does not care.
+    NOTE: input-major because a CPU multiplies one to sixteen rows by it up to twice as fast.
     """
 
     input_format = "plain"

@@ -9,6 +9,7 @@ import torch
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import ExpertsMethod, ExpertsShape, LinearShape, Worker
 from glowplug.plugins.quantization.dense import DenseExperts, DenseLinear
+from glowplug.plugins.quantization.dense_linear_cuda import CudaLinear
 
 if TYPE_CHECKING:
     from glowplug.plugins.quantization.none import NoQuantizationOptions
@@ -22,10 +23,12 @@ class NoQuantization:
     def __init__(self, options: NoQuantizationOptions, plan: EnginePlan, worker: Worker) -> None:
         self._dtype: torch.dtype = worker.dtype or getattr(torch, plan.dtype)
         self._device = worker.device
-        self.fuses_shared = torch.device(worker.device).type == "cuda" and find_spec("triton") is not None
+        self._on_cuda = torch.device(worker.device).type == "cuda"
+        self.fuses_shared = self._on_cuda and find_spec("triton") is not None
 
     def linear(self, shape: LinearShape) -> DenseLinear:
-        return DenseLinear(shape, self._dtype, self._device)
+        method = CudaLinear if self._on_cuda else DenseLinear
+        return method(shape, self._dtype, self._device)
 
     def experts(self, shape: ExpertsShape) -> ExpertsMethod:
         if self.fuses_shared:
