@@ -17,11 +17,11 @@ class AgreeingSource(RandomSource):
         super().__init__(options, plan, worker)
         self._spread = options.spread
 
-    def _make(self, name: str, shape: tuple[int, ...], dtype: str | None) -> Tensor:
-        made = super()._make(name, shape, dtype)
+    def _make(self, name: str, shape: tuple[int, ...], dtype: str | None, device: torch.device) -> Tensor:
+        made = super()._make(name, shape, dtype, device)
         if name.endswith("eh_proj.weight"):
             hidden = shape[0]
-            return torch.cat([torch.eye(hidden, dtype=made.dtype), 0.7 * made[:, hidden:]], dim=1)
+            return torch.cat([torch.eye(hidden, dtype=made.dtype, device=device), 0.7 * made[:, hidden:]], dim=1)
         if ".o_proj." in name or ".down_proj." in name:
             return made * self._spread
         return made

@@ -86,7 +86,7 @@ def test_min_tokens_and_stop_ids(llm: LLM) -> None:
 
 
 def test_frequency_penalty_spreads_tokens(llm: LLM) -> None:
-    (stuck,) = llm.generate([PROMPT], make(temperature=0.0, logit_bias={50: 30.0, 51: 29.0}))
+    (stuck,) = llm.generate([PROMPT], make(temperature=0.0, logit_bias={50: 60.0, 51: 30.0}))
     assert stuck.token_ids == [50] * 12
     (spread,) = llm.generate([PROMPT], make(
         temperature=0.0, logit_bias=dict.fromkeys((50, 51, 52), 100.0), frequency_penalty=2.0))

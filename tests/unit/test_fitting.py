@@ -1,4 +1,4 @@
-"""The KV pool is made of what a device is measured to have left. Readings are made up here; GPU tests take real ones."""
+"""The KV pool is made of what a device is measured to have left. Made-up readings; a GPU test takes real ones."""
 from __future__ import annotations
 
 from dataclasses import replace
