@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from glowplug.kernels.triton import tuned
+from glowplug.kernels.triton import dependent, tuned
 from glowplug.kernels.triton.tuned import Config
 
 BLOCK = 128
@@ -59,18 +59,29 @@ def add_scaled(total, x, weight, x_scale, w_scale, ROW_SCALES: tl.constexpr, SWA
     return total
 
 
+@triton.jit
+def fetch_weight(weight, first, rows, group, depth, BLOCK_N: tl.constexpr, FETCH: tl.constexpr):
+    """Ask for ``FETCH`` groups of columns of the weight's rows ``first`` and following, while nothing else can run."""
+    row = tl.minimum(first + tl.arange(0, BLOCK_N), rows - 1).to(tl.int64)
+    column = tl.minimum((group + tl.arange(0, FETCH)) * 128, depth - 1)
+    dependent.fetch(weight + row[:, None] * depth + column[None, :])
+
+
 @triton.jit(do_not_specialize=["rows", "xs_stride", "ws_stride"])
-def _gemm(x, x_scales, weight, w_scales, out, rows, columns, depth, x_stride, xs_stride, ws_stride, out_stride,
+def _gemm(x, x_scales, weight, stored, w_scales, out, rows, columns, depth, x_stride, xs_stride, ws_stride, out_stride,
           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, ROW_SCALES: tl.constexpr,
-          EVEN: tl.constexpr):
+          EVEN: tl.constexpr, FETCH: tl.constexpr, DEPENDENT: tl.constexpr):
+    """``weight``: ``stored`` or its descriptor. The second grid dimension splits the depth."""
+    dependent.begin(DEPENDENT)
     tiles_m = tl.cdiv(rows, BLOCK_M)
     tile = tl.program_id(0)
     first_row = tile % tiles_m * BLOCK_M
     first_column = tile // tiles_m * BLOCK_N
     groups = tl.cdiv(depth, 128)
-    each = tl.cdiv(groups, tl.num_programs(1))
-    start = tl.program_id(1) * each
-    end = tl.minimum(start + each, groups)
+    start = groups * tl.program_id(1) // tl.num_programs(1)
+    end = groups * (tl.program_id(1) + 1) // tl.num_programs(1)
+    if DEPENDENT and FETCH:
+        fetch_weight(stored, first_column, columns, start, depth, BLOCK_N, FETCH)
 
     m = first_row + tl.arange(0, BLOCK_M)
     n = first_column + tl.arange(0, BLOCK_N)
@@ -78,15 +89,14 @@ def _gemm(x, x_scales, weight, w_scales, out, rows, columns, depth, x_stride, xs
     real = m < rows
     x_at = x + tl.where(real, m, 0).to(tl.int64)[:, None] * x_stride + k[None, :]
     xs_at = x_scales + tl.where(real, m, 0)
-    w_at = weight
-    if not TMA:
-        w_at = weight + tl.where(n < columns, n, 0).to(tl.int64)[:, None] * depth + k[None, :]
+    w_at = stored + tl.where(n < columns, n, 0).to(tl.int64)[:, None] * depth + k[None, :]
     if ROW_SCALES:
         ws_at = w_scales + tl.where(n < columns, n, 0) * ws_stride
     else:
         ws_at = w_scales + first_column // 128 * ws_stride
-    x_scale = tl.load(xs_at + tl.minimum(start, groups - 1) * xs_stride)
-    w_scale = tl.load(ws_at + tl.minimum(start, groups - 1))
+    w_scale = tl.load(ws_at + start)
+    dependent.wait(DEPENDENT)
+    x_scale = tl.load(xs_at + start * xs_stride)
     if SWAP:
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     else:
@@ -107,7 +117,9 @@ def _gemm(x, x_scales, weight, w_scales, out, rows, columns, depth, x_stride, xs
 
 
 @triton.jit(do_not_specialize=["count"])
-def _sum_parts(parts, out, size, count, BLOCK_SIZE: tl.constexpr):
+def _sum_parts(parts, out, size, count, BLOCK_SIZE: tl.constexpr, DEPENDENT: tl.constexpr):
+    dependent.begin(DEPENDENT)
+    dependent.wait(DEPENDENT)
     at = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     total = tl.zeros((BLOCK_SIZE,), tl.float32)
     for part in range(count):
@@ -147,14 +159,17 @@ def gemm(x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: t
         return out
     chosen: dict[str, Any] = dict(config or config_for(rows, columns, depth))
     split, block_n = chosen.pop("SPLIT_K"), chosen["BLOCK_N"]
-    tma = chosen["TMA"] and depth % 16 == 0
-    held = TensorDescriptor(weight, list(weight.shape), list(weight.stride()), [block_n, BLOCK]) if tma else weight
+    chosen["TMA"] = chosen["TMA"] and depth % 16 == 0
+    chosen.setdefault("FETCH", 4 if rows <= chosen["BLOCK_M"] <= 32 else 0)
+    held = TensorDescriptor(weight, list(weight.shape), list(weight.stride()), [block_n, BLOCK]) if chosen["TMA"] \
+        else weight
     row_scales = w_scales.shape[0] == columns and columns > 1
     into = out if split == 1 else torch.empty(split, rows, columns, dtype=torch.float32, device=x.device)
     grid = (triton.cdiv(rows, chosen["BLOCK_M"]) * triton.cdiv(columns, block_n), split)
-    _gemm[grid](x, x_scales, held, w_scales, into, rows, columns, depth, x.stride(0), x_scales.stride(1),
-                w_scales.stride(0), columns, ROW_SCALES=row_scales, EVEN=depth % BLOCK == 0, **{**chosen, "TMA": tma})
+    _gemm[grid](x, x_scales, held, weight, w_scales, into, rows, columns, depth, x.stride(0), x_scales.stride(1),
+                w_scales.stride(0), columns, ROW_SCALES=row_scales, EVEN=depth % BLOCK == 0, **chosen,
+                **dependent.options())
     if split > 1:
         size = rows * columns
-        _sum_parts[(triton.cdiv(size, 1024),)](into, out, size, split, BLOCK_SIZE=1024)
+        _sum_parts[(triton.cdiv(size, 512),)](into, out, size, split, BLOCK_SIZE=512, **dependent.options())
     return out

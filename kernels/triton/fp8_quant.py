@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from glowplug.kernels.triton import dependent
+
 GROUP = 128
 CHUNK = 8  #: groups a program quantises where a token's groups do not depend on each other
 
@@ -30,47 +32,56 @@ def _store(x, values, scales, row, group, column, size, scale_stride):
 
 
 @triton.jit(do_not_specialize=["scale_stride"])
-def _quantize(x, values, scales, x_stride, size, scale_stride, GROUPS: tl.constexpr):
+def _quantize(x, values, scales, x_stride, size, scale_stride, GROUPS: tl.constexpr, DEPENDENT: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    dependent.begin(DEPENDENT)
+    dependent.wait(DEPENDENT)
     value = tl.load(x + row * x_stride + column, mask=column < size, other=0.0).to(tl.float32)
     _store(value, values, scales, row, group, column, size, scale_stride)
 
 
 @triton.jit(do_not_specialize=["scale_stride"])
-def _silu_and_mul(x, values, scales, x_stride, size, scale_stride, GROUPS: tl.constexpr):
+def _silu_and_mul(x, values, scales, x_stride, size, scale_stride, GROUPS: tl.constexpr, DEPENDENT: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < size
+    dependent.begin(DEPENDENT)
+    dependent.wait(DEPENDENT)
     gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_stride + size + column, mask=inside, other=0.0).to(tl.float32)
     _store(gate / (1.0 + tl.exp(-gate)) * up, values, scales, row, group, column, size, scale_stride)
 
 
 @triton.jit(do_not_specialize=["scale_stride"])
-def _rms_norm(x, weight, values, scales, x_stride, size, scale_stride, eps, GROUPS: tl.constexpr):
+def _rms_norm(x, weight, values, scales, x_stride, size, scale_stride, eps,
+              GROUPS: tl.constexpr, DEPENDENT: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < size
-    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    dependent.begin(DEPENDENT)
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    dependent.wait(DEPENDENT)
+    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     root = tl.rsqrt(tl.sum(tl.sum(value * value, 1), 0) / size + eps)
     _store(value * root * gain, values, scales, row, group, column, size, scale_stride)
 
 
 @triton.jit(do_not_specialize=["scale_stride"])
 def _add_rms_norm(x, residual, weight, total, values, scales, x_stride, residual_stride, size, scale_stride, eps,
-                  GROUPS: tl.constexpr):
+                  GROUPS: tl.constexpr, DEPENDENT: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < size
+    dependent.begin(DEPENDENT)
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    dependent.wait(DEPENDENT)
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     value += tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
-    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     rounded = value.to(total.dtype.element_ty)
     tl.store(total + row * size + column, rounded, mask=inside)
     value = rounded.to(tl.float32)  # what the next layer will read, not what the sum was before rounding
@@ -79,9 +90,13 @@ def _add_rms_norm(x, residual, weight, total, values, scales, x_stride, residual
 
 
 def empty_quantized(rows: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Values [rows, size] and scales [rows, ceil(size / 128)] in the module's layout, neither filled."""
-    scales = torch.empty(-(-size // GROUP), -(-rows // 4) * 4, dtype=torch.float32, device=device)
-    return torch.empty(rows, size, dtype=torch.float8_e4m3fn, device=device), scales.t()[:rows]
+    """Values [rows, size] and scales [rows, ceil(size / 128)] in the module's layout, neither filled.
+
+    Both lie in memory for a multiple of four rows, which some products read.
+    """
+    held = -(-rows // 4) * 4
+    scales = torch.empty(-(-size // GROUP), held, dtype=torch.float32, device=device)
+    return torch.empty(held, size, dtype=torch.float8_e4m3fn, device=device)[:rows], scales.t()[:rows]
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -99,7 +114,8 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     values, scales = empty_quantized(rows, size, x.device)
     if rows:
         chunks = triton.cdiv(scales.shape[1], CHUNK)
-        _quantize[(rows, chunks)](x, values, scales, x.stride(0), size, scales.stride(1), GROUPS=CHUNK, num_warps=4)
+        _quantize[(rows, chunks)](x, values, scales, x.stride(0), size, scales.stride(1), GROUPS=CHUNK, num_warps=4,
+                                  **dependent.options())
     return values, scales
 
 
@@ -111,7 +127,7 @@ def silu_and_mul(x: Tensor) -> tuple[Tensor, Tensor]:
     if rows:
         chunks = triton.cdiv(scales.shape[1], CHUNK)
         _silu_and_mul[(rows, chunks)](x, values, scales, x.stride(0), size, scales.stride(1), GROUPS=CHUNK,
-                                      num_warps=4)
+                                      num_warps=4, **dependent.options())
     return values, scales
 
 
@@ -123,7 +139,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if rows:
         groups = triton.next_power_of_2(scales.shape[1])
         _rms_norm[(rows,)](x, weight, values, scales, x.stride(0), size, scales.stride(1), eps, GROUPS=groups,
-                           num_warps=_warps(groups))
+                           num_warps=_warps(groups), **dependent.options())
     return values, scales
 
 
@@ -136,5 +152,5 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     if rows:
         groups = triton.next_power_of_2(scales.shape[1])
         _add_rms_norm[(rows,)](x, residual, weight, total, values, scales, x.stride(0), residual.stride(0), size,
-                               scales.stride(1), eps, GROUPS=groups, num_warps=_warps(groups))
+                               scales.stride(1), eps, GROUPS=groups, num_warps=_warps(groups), **dependent.options())
     return (values, scales), total

@@ -7,7 +7,7 @@ waits for the device.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from glowplug.kernels.triton import fp8_quant, tuned
-from glowplug.kernels.triton.fp8_gemm import BLOCK, DTYPE, add_scaled, load_tile, load_weight
-from glowplug.kernels.triton.moe_align import Alignment
+from glowplug.kernels.triton import dependent, fp8_quant, tuned
+from glowplug.kernels.triton.fp8_gemm import BLOCK, DTYPE, add_scaled, fetch_weight, load_tile, load_weight
+from glowplug.kernels.triton.moe_align import align
 from glowplug.kernels.triton.moe_sum import moe_sum
 from glowplug.kernels.triton.tuned import Config
 
@@ -45,26 +45,55 @@ def _depth(depth, x_at, xs_at, xs_stride, w_at, weight, w_row, ws_at,
     return total
 
 
+@triton.jit
+def _pairs_of(tile, pairs, experts, total_pairs, BLOCK_M: tl.constexpr, ALIGNED: tl.constexpr):
+    """A tile's pairs, its expert, and which rows are real. Without an alignment a tile is one pair, ``experts`` ids."""
+    at = tl.arange(0, BLOCK_M)
+    if ALIGNED:
+        pair = tl.load(pairs + tile * BLOCK_M + at)
+    else:
+        pair = tl.where(at == 0, tile, total_pairs)
+    return pair, tl.load(experts + tile).to(tl.int64), pair < total_pairs
+
+
+@triton.jit
+def _empty(tile, experts, filled, BLOCK_M: tl.constexpr, ALIGNED: tl.constexpr):
+    """Is there nothing to do in ``tile``?"""
+    if ALIGNED:
+        empty = tile * BLOCK_M >= tl.load(filled)
+    else:
+        empty = tl.load(experts + tile) < 0
+    return empty
+
+
 @triton.jit(do_not_specialize=["tiles", "total_pairs", "xs_stride", "ws_stride", "ws_expert"])
-def _product(x, x_scales, weight, w_scales, out, routed, pairs, experts, filled, tiles, total_pairs, columns, depth,
-             x_stride, xs_stride, ws_expert, ws_stride,
+def _product(x, x_scales, weight, stored, w_scales, out, routed, pairs, experts, filled, tiles, total_pairs, columns,
+             depth, x_stride, xs_stride, ws_expert, ws_stride,
              PER_TOKEN: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-             SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr):
-    """out[pair] = x[pair // PER_TOKEN] W_expert^T, times the pair's routing weight where ``WEIGHTED``."""
+             SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr, FETCH: tl.constexpr,
+             DEPENDENT: tl.constexpr):
+    """out[pair] = x[pair // PER_TOKEN] W_expert^T, times the pair's routing weight where ``WEIGHTED``.
+
+    ``FETCH`` above 0: the kernel before began after the alignment was complete, so only its result is waited for.
+    """
+    if FETCH == 0:
+        dependent.wait(DEPENDENT)
+    dependent.begin(DEPENDENT)
     tile = tl.program_id(0) % tiles
-    if tile * BLOCK_M >= tl.load(filled):
+    if _empty(tile, experts, filled, BLOCK_M, ALIGNED):
+        dependent.wait(DEPENDENT)
         return
     first = tl.program_id(0) // tiles * BLOCK_N
-    pair = tl.load(pairs + tile * BLOCK_M + tl.arange(0, BLOCK_M))
-    real = pair < total_pairs
+    pair, expert, real = _pairs_of(tile, pairs, experts, total_pairs, BLOCK_M, ALIGNED)
+    if FETCH > 0:
+        if DEPENDENT:
+            fetch_weight(stored + expert * columns * depth, first, columns, 0, depth, BLOCK_N, FETCH)
+        dependent.wait(DEPENDENT)
     n = first + tl.arange(0, BLOCK_N)
-    expert = tl.load(experts + tile).to(tl.int64)
     k = tl.arange(0, 128)
     row = tl.where(real, pair // PER_TOKEN, 0)
     x_at = x + row.to(tl.int64)[:, None] * x_stride + k[None, :]
-    w_at = weight
-    if not TMA:
-        w_at = weight + (expert * columns + tl.where(n < columns, n, 0))[:, None] * depth + k[None, :]
+    w_at = stored + (expert * columns + tl.where(n < columns, n, 0))[:, None] * depth + k[None, :]
     ws_at = w_scales + expert * ws_expert + first // 128 * ws_stride
     total = _depth(depth, x_at, x_scales + row, xs_stride, w_at, weight, (expert * columns + first).to(tl.int32),
                    ws_at, BLOCK_M, BLOCK_N, SWAP, TMA, EVEN)
@@ -78,28 +107,26 @@ def _product(x, x_scales, weight, w_scales, out, routed, pairs, experts, filled,
 
 @triton.jit(do_not_specialize=["tiles", "total_pairs", "xs_stride", "ws_stride", "ws_expert",
                                "scale_stride"])
-def _gated(x, x_scales, weight, w_scales, values, scales, pairs, experts, filled, tiles, total_pairs,
+def _gated(x, x_scales, weight, stored, w_scales, values, scales, pairs, experts, filled, tiles, total_pairs,
            inter, depth, x_stride, xs_stride, ws_expert, ws_stride, scale_stride,
-           PER_TOKEN: tl.constexpr, BLOCK_M: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr):
+           PER_TOKEN: tl.constexpr, BLOCK_M: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
+           ALIGNED: tl.constexpr, DEPENDENT: tl.constexpr):
     """values[pair], scales[pair] = quantised silu(x G^T) * (x U^T), 128 columns a program."""
+    dependent.wait(DEPENDENT)
+    dependent.begin(DEPENDENT)  # behind the wait: what begins now may read the alignment
     tile = tl.program_id(0) % tiles
-    if tile * BLOCK_M >= tl.load(filled):
+    if _empty(tile, experts, filled, BLOCK_M, ALIGNED):
         return
     first = tl.program_id(0) // tiles * 128
-    pair = tl.load(pairs + tile * BLOCK_M + tl.arange(0, BLOCK_M))
-    real = pair < total_pairs
-    expert = tl.load(experts + tile).to(tl.int64)
+    pair, expert, real = _pairs_of(tile, pairs, experts, total_pairs, BLOCK_M, ALIGNED)
     k = tl.arange(0, 128)
     row = tl.where(real, pair // PER_TOKEN, 0)
     x_at = x + row.to(tl.int64)[:, None] * x_stride + k[None, :]
     xs_at = x_scales + row
     gate_row = expert * 2 * inter + first
     up_row = gate_row + inter
-    gate_at = weight
-    up_at = weight
-    if not TMA:
-        gate_at = weight + (gate_row + tl.arange(0, 128))[:, None] * depth + k[None, :]
-        up_at = gate_at + inter * depth
+    gate_at = stored + (gate_row + tl.arange(0, 128))[:, None] * depth + k[None, :]
+    up_at = gate_at + inter.to(tl.int64) * depth
     gs_at = w_scales + expert * ws_expert + first // 128 * ws_stride
     us_at = gs_at + inter // 128 * ws_stride
     groups = tl.cdiv(depth, 128)
@@ -138,7 +165,7 @@ def rule(tokens: int, per_token: int, experts: int) -> Config:
         each = {"SWAP": True, "TMA": True, "num_warps": 4, "num_stages": 4}
     else:
         block, each = 128, {"SWAP": False, "TMA": True, "num_warps": 8, "num_stages": 3}
-    return {"BLOCK_M": block, "FUSE": block < 128, "first": {**each, "BLOCK_N": 128},
+    return {"BLOCK_M": block, "FUSE": block < 128, "PAIRED": tokens <= 1, "first": {**each, "BLOCK_N": 128},
             "second": {**each, "BLOCK_N": 128}}
 
 
@@ -158,49 +185,76 @@ def _held(weight: Tensor, block_n: int, tma: bool) -> Tensor | TensorDescriptor:
     return TensorDescriptor(weight, [rows, depth], [depth, 1], [block_n, BLOCK])
 
 
-def _launch(config: Config, depth: int, columns: int, order: Alignment) -> tuple[int, dict[str, Any]]:
-    """Programs and compile-time arguments of one product."""
-    tiles = order.expert_of_block.shape[0]
-    options = {**config, "BLOCK_M": order.sorted_pairs.shape[0] // tiles, "EVEN": depth % BLOCK == 0,
-               "TMA": config["TMA"] and depth % 16 == 0 and columns % config["BLOCK_N"] == 0}
-    return tiles * triton.cdiv(columns, config["BLOCK_N"]), options
+class Tiles(NamedTuple):
+    """Which rows of which expert a tile holds: an alignment, or one pair a tile by the ids themselves.
+
+    ``pairs``, ``experts`` and ``filled`` are as in ``Alignment``; without one all of them are the ids [T * K].
+    """
+
+    pairs: Tensor
+    experts: Tensor
+    filled: Tensor
+    count: int
+    aligned: bool
 
 
-def product(x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, order: Alignment, pairs: int, per_token: int,
-            dtype: torch.dtype, config: Config, routed: Tensor | None = None) -> Tensor:
-    """[pairs, N] of x [pairs / per_token, K] and weight [E, N, K]; times ``routed`` float32 [pairs] where given."""
+def tiles_of(ids: Tensor, experts: int, config: Config) -> Tiles:
+    """Of ids [T, K]; one pair a tile (``PAIRED``) spares few tokens the alignment."""
+    if config.get("PAIRED"):
+        return Tiles(ids, ids, ids, ids.numel(), False)
+    order = align(ids, experts, config["BLOCK_M"])
+    return Tiles(*order, order.expert_of_block.shape[0], True)
+
+
+def _options(config: Config, tile: int, depth: int, columns: int, tiles: Tiles) -> dict[str, Any]:
+    """Compile-time arguments of one product."""
+    return {**config, **dependent.options(), "BLOCK_M": tile, "EVEN": depth % BLOCK == 0, "ALIGNED": tiles.aligned,
+            "TMA": config["TMA"] and depth % 16 == 0 and columns % config["BLOCK_N"] == 0}
+
+
+def product(x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, tiles: Tiles, tile: int, pairs: int,
+            per_token: int, dtype: torch.dtype, config: Config, routed: Tensor | None = None,
+            fetch: int = 0) -> Tensor:
+    """[pairs, N] of x [pairs / per_token, K] and weight [E, N, K]; times ``routed`` float32 [pairs] where given.
+
+    ``fetch``: groups of weights to ask for before the kernel in front is done; the one before that must have made the
+    alignment.
+    """
     _, columns, depth = weight.shape
     out = torch.empty(pairs, columns, dtype=dtype, device=x.device)
-    programs, options = _launch(config, depth, columns, order)
-    _product[(programs,)](
-        x, x_scales, _held(weight, config["BLOCK_N"], options["TMA"]), w_scales, out,
-        x_scales if routed is None else routed, *order, order.expert_of_block.shape[0], pairs, columns, depth,
-        x.stride(0), x_scales.stride(1), w_scales.stride(0), w_scales.stride(1),
-        PER_TOKEN=per_token, WEIGHTED=routed is not None, **options)
+    options = _options(config, tile, depth, columns, tiles)
+    _product[(tiles.count * triton.cdiv(columns, config["BLOCK_N"]),)](
+        x, x_scales, _held(weight, config["BLOCK_N"], options["TMA"]), weight, w_scales, out,
+        x_scales if routed is None else routed, *tiles[:4], pairs, columns, depth, x.stride(0), x_scales.stride(1),
+        w_scales.stride(0), w_scales.stride(1), PER_TOKEN=per_token, WEIGHTED=routed is not None, FETCH=fetch,
+        **options)
     return out
 
 
-def gated_product(x: Tensor, x_scales: Tensor, w13: Tensor, scales13: Tensor, order: Alignment, pairs: int,
+def gated_product(x: Tensor, x_scales: Tensor, w13: Tensor, scales13: Tensor, tiles: Tiles, tile: int, pairs: int,
                   per_token: int, config: Config) -> tuple[Tensor, Tensor]:
     """Quantised silu(gate) * up of every pair: E4M3 [pairs, I] and scales. I must be a multiple of 128."""
     inter, depth = w13.shape[1] // 2, w13.shape[2]
     values, scales = fp8_quant.empty_quantized(pairs, inter, x.device)
-    programs, options = _launch({**config, "BLOCK_N": BLOCK}, depth, inter, order)
+    options = _options({**config, "BLOCK_N": BLOCK}, tile, depth, inter, tiles)
     del options["BLOCK_N"]
-    _gated[(programs,)](
-        x, x_scales, _held(w13, BLOCK, options["TMA"]), scales13, values, scales, *order,
-        order.expert_of_block.shape[0], pairs, inter, depth, x.stride(0), x_scales.stride(1), scales13.stride(0),
-        scales13.stride(1), scales.stride(1), PER_TOKEN=per_token, **options)
+    _gated[(tiles.count * (inter // BLOCK),)](
+        x, x_scales, _held(w13, BLOCK, options["TMA"]), w13, scales13, values, scales, *tiles[:4], pairs, inter, depth,
+        x.stride(0), x_scales.stride(1), scales13.stride(0), scales13.stride(1), scales.stride(1),
+        PER_TOKEN=per_token, **options)
     return values, scales
 
 
-def experts(x: Tensor, x_scales: Tensor, w13: Tensor, scales13: Tensor, w2: Tensor, scales2: Tensor, order: Alignment,
-            ids: Tensor, weights: Tensor, dtype: torch.dtype, config: Config) -> Tensor:
-    """x [T, H] quantised, ids and weights float32 [T, K] -> [T, H]. ``order`` is of ``ids`` in tiles of ``BLOCK_M``."""
-    per_token, pairs = ids.shape[1], ids.numel()
+def experts(x: Tensor, x_scales: Tensor, w13: Tensor, scales13: Tensor, w2: Tensor, scales2: Tensor, ids: Tensor,
+            weights: Tensor, dtype: torch.dtype, config: Config) -> Tensor:
+    """x [T, H] quantised, ids and weights float32 [T, K] -> [T, H]."""
+    per_token, pairs, tile = ids.shape[1], ids.numel(), config["BLOCK_M"]
+    tiles = tiles_of(ids, w13.shape[0], config)
     if config["FUSE"]:
-        inner, inner_scales = gated_product(x, x_scales, w13, scales13, order, pairs, per_token, config["first"])
+        inner, inner_scales = gated_product(x, x_scales, w13, scales13, tiles, tile, pairs, per_token, config["first"])
     else:
-        hidden = product(x, x_scales, w13, scales13, order, pairs, per_token, dtype, config["first"])
+        hidden = product(x, x_scales, w13, scales13, tiles, tile, pairs, per_token, dtype, config["first"])
         inner, inner_scales = fp8_quant.silu_and_mul(hidden)
-    return moe_sum(product(inner, inner_scales, w2, scales2, order, pairs, 1, dtype, config["second"], weights), ids)
+    y = product(inner, inner_scales, w2, scales2, tiles, tile, pairs, 1, dtype, config["second"], weights,
+                fetch=4 if tile <= 32 else 0)
+    return moe_sum(y, ids)

@@ -22,7 +22,6 @@ from glowplug.core.protocols import (
 )
 from glowplug.kernels import fp8
 from glowplug.kernels.triton import fp8_quant, moe_gemm_fp8
-from glowplug.kernels.triton.moe_align import align
 from glowplug.plugins.quantization.block_fp8_runtime import BlockFp8
 from glowplug.plugins.quantization.block_fp8_weights import (
     BLOCK,
@@ -168,6 +167,5 @@ class Fp8ExpertsCuda:
         if not tokens:
             return torch.empty(0, self.shape.hidden, dtype=self._dtype, device=values.device)
         config = moe_gemm_fp8.config_for(tokens, per_token, self.count, self.inter, self.shape.hidden)
-        order = align(ids, self.count, config["BLOCK_M"])
-        return moe_gemm_fp8.experts(values, scales, self.w13, self.scales13, self.w2, self.scales2, order, ids, weights,
+        return moe_gemm_fp8.experts(values, scales, self.w13, self.scales13, self.w2, self.scales2, ids, weights,
                                     self._dtype, config)

@@ -94,6 +94,20 @@ class DeepGemm(_Library):
         return out.to(dtype)
 
 
+def whole_fours(x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor) -> tuple[Tensor, ...]:
+    """(x, weight^T, scales, scales^T), with rows of x up to a multiple of four, whose scales TMA can load.
+
+    The rows behind x lie where ``fp8_quant.empty_quantized`` put x, and hold anything.
+    """
+    rows = -(-x.shape[0] // 4) * 4
+    if rows != x.shape[0]:
+        if x.untyped_storage().nbytes() < (x.storage_offset() + rows * x.stride(0)) * x.element_size():
+            x = torch.cat([x, x.new_empty(rows - x.shape[0], x.shape[1])])
+        x = x.as_strided((rows, x.shape[1]), x.stride())
+        x_scales = x_scales.as_strided((rows, x_scales.shape[1]), x_scales.stride())
+    return x, weight.t(), x_scales, w_scales.t()
+
+
 class Cutlass(_Library):
     """CUTLASS as sgl_kernel builds it."""
 
@@ -101,11 +115,11 @@ class Cutlass(_Library):
     pads = True
 
     def fits(self, rows: int, columns: int, depth: int) -> bool:
-        return depth % BLOCK == 0 and rows % 4 == 0
+        return depth % BLOCK == 0
 
     def __call__(self, x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> Tensor:
-        out: Tensor = self._call(x, weight.t(), x_scales, w_scales.t(), dtype)
-        return out
+        out: Tensor = self._call(*whole_fours(x, x_scales, weight, w_scales), dtype)
+        return out[: x.shape[0]]
 
 
 class Cublas(_Library):
@@ -115,11 +129,11 @@ class Cublas(_Library):
     pads = True
 
     def fits(self, rows: int, columns: int, depth: int) -> bool:
-        return depth % (4 * BLOCK) == 0 and rows % 4 == 0
+        return depth % (4 * BLOCK) == 0
 
     def __call__(self, x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> Tensor:
-        out: Tensor = self._call(x, weight.t(), x_scales, w_scales.t(), out_dtype=dtype)
-        return out
+        out: Tensor = self._call(*whole_fours(x, x_scales, weight, w_scales), out_dtype=dtype)
+        return out[: x.shape[0]]
 
 
 class Flashinfer(_Library):

@@ -16,7 +16,6 @@ if DEVICE == "cpu":
 from glowplug.kernels import fp8  # noqa: E402
 from glowplug.kernels.activation import silu_and_mul  # noqa: E402
 from glowplug.kernels.triton import fp8_quant, moe_gemm_fp8  # noqa: E402
-from glowplug.kernels.triton.moe_align import align  # noqa: E402
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 #: inner activations beside a rounding boundary may fall either way; the interpreter casts some of them wrongly
@@ -25,7 +24,7 @@ EACH = {"BLOCK_N": 128, "SWAP": True, "TMA": False, "num_warps": 4, "num_stages"
 FUSED = {"BLOCK_M": 16, "FUSE": True, "first": EACH, "second": EACH}
 APART = {"BLOCK_M": 16, "FUSE": False, "first": {**EACH, "SWAP": False}, "second": {**EACH, "SWAP": False}}
 TMA = {"BLOCK_M": 16, "FUSE": True, "first": {**EACH, "TMA": True}, "second": {**EACH, "TMA": True}}
-CONFIGS = {"fused": FUSED, "apart": APART, "tma": TMA}
+CONFIGS = {"fused": FUSED, "apart": APART, "tma": TMA, "paired": {**FUSED, "PAIRED": True}}
 
 
 class Case:
@@ -66,8 +65,8 @@ class Case:
 
     def found(self, config: dict[str, Any]) -> Tensor:
         return moe_gemm_fp8.experts(
-            *self.quantized(), self.w13, self.scales13, self.w2, self.scales2,
-            align(self.ids, self.w13.shape[0], config["BLOCK_M"]), self.ids, self.weights, DTYPE, config)
+            *self.quantized(), self.w13, self.scales13, self.w2, self.scales2, self.ids, self.weights,
+            DTYPE, config)
 
 
 def close(found: Tensor, wanted: Tensor) -> None:
@@ -80,7 +79,8 @@ def close(found: Tensor, wanted: Tensor) -> None:
 def test_one_product(swap: bool, hidden: int) -> None:
     case = Case(5, 2, 4, hidden, 192, seed=hidden)
     x, scales = case.quantized()
-    found = moe_gemm_fp8.product(x, scales, case.w13, case.scales13, align(case.ids, 4, 16), 10, 2, DTYPE,
+    tiles = moe_gemm_fp8.tiles_of(case.ids, 4, FUSED)
+    found = moe_gemm_fp8.product(x, scales, case.w13, case.scales13, tiles, 16, 10, 2, DTYPE,
                                  {**EACH, "SWAP": swap, "BLOCK_N": 64}, case.weights)
     for pair, expert in enumerate(case.ids.flatten().tolist()):
         token = slice(pair // 2, pair // 2 + 1)
@@ -100,9 +100,10 @@ def test_experts_elsewhere_count_for_nothing() -> None:
     case = Case(6, 2, 3, 128, 128, seed=9)
     case.ids[2] = -1
     case.ids[4, 0] = -1
-    found = case.found(FUSED)
-    close(found, case.wanted())
-    assert not found[2].any()
+    for config in (FUSED, CONFIGS["paired"]):
+        found = case.found(config)
+        close(found, case.wanted())
+        assert not found[2].any()
 
 
 def test_ragged_depth() -> None:
