@@ -9,11 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from glowplug.kernels.triton import dependent
+
 HEADS = 16  #: query heads a program rotates
 GATHERED = 8  #: cache entries a program of ``gather`` copies
-FEW = 16  #: tokens up to which a product by heads is quicker here than as a batched one of cuBLAS
+FEW = 64  #: decoding tokens up to which W_UK's product is quicker in the prologue than as one of cuBLAS
+FEW_PROJECTED = 2048  #: tokens times heads up to which W_UV's product is quicker here
 UK_COLUMNS, UV_COLUMNS = 64, 16  #: of one head's product that a program makes
-DEPTH = 128  #: of a product, at a time
 
 
 @triton.jit
@@ -26,28 +28,31 @@ def _put(target, value, FP8: tl.constexpr, inside):
 
 @triton.jit
 def _product(x, w, out, head, column, rows, x_row, x_head, w_head, w_depth, w_column, out_row, out_head,
-             SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
-    """out[:, head, column to column + BLOCK] = x[:, head] w[head]: x [rows, H, SIZE], w [H, SIZE, COLUMNS]."""
-    row, at = tl.arange(0, ROWS), column + tl.arange(0, BLOCK)
-    x_rows = x + head * x_head + row[:, None] * x_row
-    w_columns = w + head * w_head + at[None, :] * w_column
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for begin in tl.range(0, SIZE, STEP):
-        depth = begin + tl.arange(0, STEP)
-        a = tl.load(x_rows + depth[None, :], mask=(row < rows)[:, None] & (depth < SIZE)[None, :], other=0.0)
-        b = tl.load(w_columns + depth[:, None] * w_depth, mask=(depth < SIZE)[:, None] & (at < COLUMNS)[None, :],
-                    other=0.0)
-        total = tl.dot(a, b, total, input_precision="ieee")
+             SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
+             DEPENDENT: tl.constexpr):
+    """out[:, head, column to column + BLOCK] = x[:, head] w[head]: x [rows, H, SIZE], w [H, SIZE, COLUMNS].
+
+    The weights come in before it waits for the kernel that makes x.
+    """
+    row, at, depth = tl.arange(0, ROWS), column + tl.arange(0, BLOCK), tl.arange(0, DEPTH)
+    b = tl.load(w + head * w_head + at[None, :] * w_column + depth[:, None] * w_depth,
+                mask=(depth < SIZE)[:, None] & (at < COLUMNS)[None, :], other=0.0)
+    dependent.wait(DEPENDENT)
+    a = tl.load(x + head * x_head + row[:, None] * x_row + depth[None, :],
+                mask=(row < rows)[:, None] & (depth < SIZE)[None, :], other=0.0)
     target = out + head * out_head + row[:, None] * out_row + at[None, :]
-    tl.store(target, total.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (at < COLUMNS)[None, :])
+    tl.store(target, tl.dot(a, b, input_precision="ieee").to(out.dtype.element_ty),
+             mask=(row < rows)[:, None] & (at < COLUMNS)[None, :])
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _by_heads(x, w, out, rows, x_row, x_head, w_head, w_depth, w_column, out_row, out_head,
-              SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
+              SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
+              DEPENDENT: tl.constexpr):
+    dependent.begin(DEPENDENT)
     head = tl.program_id(0).to(tl.int64)
     _product(x, w, out, head, tl.program_id(1) * BLOCK, rows, x_row, x_head, w_head, w_depth, w_column, out_row,
-             out_head, SIZE, COLUMNS, ROWS, BLOCK, STEP)
+             out_head, SIZE, COLUMNS, ROWS, BLOCK, DEPTH, DEPENDENT)
 
 
 @triton.jit(do_not_specialize=["tokens", "decode", "heads"])
@@ -56,10 +61,12 @@ def _prologue(query, compressed, weight, cos_sin, cache, slots, absorbed, own, w
               uk_depth, uk_column, heads, NOPE: tl.constexpr, LORA: tl.constexpr, HALF: tl.constexpr,
               LORA_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, PARTS: tl.constexpr,
               INTERLEAVED: tl.constexpr, FP8: tl.constexpr, UK_BLOCKS: tl.constexpr, UK_BLOCK: tl.constexpr,
-              ROWS: tl.constexpr, STEP: tl.constexpr):
+              ROWS: tl.constexpr, DEPTH: tl.constexpr, DEPENDENT: tl.constexpr):
     """Programs 0 to tokens * PARTS - 1: a token's key, or some of its query heads; those behind: W_UK's product."""
+    dependent.begin(DEPENDENT)
     program = tl.program_id(0)
     if program < tokens * PARTS:
+        dependent.wait(DEPENDENT)
         _token(query, compressed, weight, cos_sin, cache, slots, absorbed, own, (program // PARTS).to(tl.int64),
                program % PARTS, decode, eps, query_token, query_head, compressed_token, cos_token, cache_slot,
                absorbed_token, absorbed_head, own_token, heads, NOPE, LORA, HALF, LORA_BLOCK, HALF_BLOCK, HEAD_BLOCK,
@@ -68,56 +75,34 @@ def _prologue(query, compressed, weight, cos_sin, cache, slots, absorbed, own, w
         program -= tokens * PARTS
         _product(query, w_uk, absorbed, (program // UK_BLOCKS).to(tl.int64), program % UK_BLOCKS * UK_BLOCK, decode,
                  query_token, query_head, uk_head, uk_depth, uk_column, absorbed_token, absorbed_head, NOPE, LORA, ROWS,
-                 UK_BLOCK, STEP)
+                 UK_BLOCK, DEPTH, DEPENDENT)
 
 
 @triton.jit
-def _angles(cos_sin, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Of a token: which elements make pairs, their cosines and sines, and which of BLOCK pairs there are."""
-    pair = tl.arange(0, BLOCK)
-    inside = pair < HALF
-    cos = tl.load(cos_sin + pair, mask=inside, other=0.0)
-    sin = tl.load(cos_sin + HALF + pair, mask=inside, other=0.0)
-    left = pair * 2 if INTERLEAVED else pair
-    right = left + 1 if INTERLEAVED else left + HALF
-    return left, right, cos, sin, inside
-
-
-@triton.jit
-def _key(source, gain, cos_sin, target, own, own_token, behind, eps, LORA: tl.constexpr, HALF: tl.constexpr,
-         LORA_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, FP8: tl.constexpr):
-    """One token's latent, normed, and rotary part, rotated, into ``target``, and into row ``behind`` of ``own``."""
-    left, right, cos, sin, inside = _angles(cos_sin, HALF, HALF_BLOCK, INTERLEAVED)
-    column = tl.arange(0, LORA_BLOCK)
-    held = column < LORA
-    a = tl.load(source + LORA + left, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(source + LORA + right, mask=inside, other=0.0).to(tl.float32)
-    latent = tl.load(source + column, mask=held, other=0.0).to(tl.float32)
-    weight = tl.load(gain + column, mask=held, other=0.0).to(tl.float32)
-    latent = latent * tl.rsqrt(tl.sum(latent * latent) / LORA + eps) * weight
-    turned_a, turned_b = a * cos - b * sin, b * cos + a * sin
-    _put(target + column, latent, FP8, held)
-    _put(target + LORA + left, turned_a, FP8, inside)
-    _put(target + LORA + right, turned_b, FP8, inside)
-    if behind >= 0:
-        mine = own + behind * own_token
-        _put(mine + column, latent, False, held)
-        _put(mine + LORA + left, turned_a, False, inside)
-        _put(mine + LORA + right, turned_b, False, inside)
-
-
-@triton.jit
-def _heads(source, cos_sin, target, first, heads, source_head, target_head, HALF: tl.constexpr,
-           HALF_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Rotary parts of HEAD_BLOCK query heads of one token, rotated, into ``target``, which may be ``source``."""
-    left, right, cos, sin, inside = _angles(cos_sin, HALF, HALF_BLOCK, INTERLEAVED)
+def _turn(source, target, own, keep, cos, sin, source_head, target_head, first, heads, HALF: tl.constexpr,
+          HALF_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, FP8: tl.constexpr):
+    """HEAD_BLOCK rotary parts [2 * HALF] of one token, rotated, into ``target``, which may be ``source``; with
+    ``keep`` into ``own``, too. Neighbours are read and written side by side."""
     head = first + tl.arange(0, HEAD_BLOCK)[:, None]
-    both = (head < heads) & inside[None, :]
-    a = tl.load(source + head * source_head + left[None, :], mask=both, other=0.0).to(tl.float32)
-    b = tl.load(source + head * source_head + right[None, :], mask=both, other=0.0).to(tl.float32)
-    cos, sin = cos[None, :], sin[None, :]
-    _put(target + head * target_head + left[None, :], a * cos - b * sin, False, both)
-    _put(target + head * target_head + right[None, :], b * cos + a * sin, False, both)
+    if INTERLEAVED:
+        at = tl.arange(0, 2 * HALF_BLOCK)[None, :]
+        inside = (head < heads) & (at < 2 * HALF)
+        pairs = tl.load(source + head * source_head + at, mask=inside, other=0.0).to(tl.float32)
+        a, b = tl.split(tl.reshape(pairs, (HEAD_BLOCK, HALF_BLOCK, 2)))
+        turned = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (HEAD_BLOCK, 2 * HALF_BLOCK))
+        _put(target + head * target_head + at, turned, FP8, inside)
+        if keep:
+            _put(own + at, turned, False, inside)
+    else:
+        column = tl.arange(0, HALF_BLOCK)[None, :]
+        both = (head < heads) & (column < HALF)
+        left = tl.load(source + head * source_head + column, mask=both, other=0.0).to(tl.float32)
+        right = tl.load(source + head * source_head + HALF + column, mask=both, other=0.0).to(tl.float32)
+        _put(target + head * target_head + column, left * cos - right * sin, FP8, both)
+        _put(target + head * target_head + HALF + column, right * cos + left * sin, FP8, both)
+        if keep:
+            _put(own + column, left * cos - right * sin, False, both)
+            _put(own + HALF + column, right * cos + left * sin, False, both)
 
 
 @triton.jit
@@ -126,18 +111,30 @@ def _token(query, compressed, weight, cos_sin, cache, slots, absorbed, own, toke
            NOPE: tl.constexpr, LORA: tl.constexpr, HALF: tl.constexpr, LORA_BLOCK: tl.constexpr,
            HALF_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, FP8: tl.constexpr):
     """The key of a token (part 0), or HEAD_BLOCK of its query heads."""
-    angles = cos_sin + token * cos_token
+    pair = tl.arange(0, HALF_BLOCK)
+    cos = tl.load(cos_sin + token * cos_token + pair, mask=pair < HALF, other=0.0)[None, :]
+    sin = tl.load(cos_sin + token * cos_token + HALF + pair, mask=pair < HALF, other=0.0)[None, :]
     if part == 0:
-        _key(compressed + token * compressed_token, weight, angles, cache + tl.load(slots + token) * cache_slot,
-             own, own_token, token - decode, eps, LORA, HALF, LORA_BLOCK, HALF_BLOCK, INTERLEAVED, FP8)
+        source, target = compressed + token * compressed_token, cache + tl.load(slots + token) * cache_slot
+        mine, behind = own + (token - decode) * own_token, token >= decode
+        column = tl.arange(0, LORA_BLOCK)
+        held = column < LORA
+        latent = tl.load(source + column, mask=held, other=0.0).to(tl.float32)
+        gain = tl.load(weight + column, mask=held, other=0.0).to(tl.float32)
+        latent = latent * tl.rsqrt(tl.sum(latent * latent) / LORA + eps) * gain
+        _put(target + column, latent, FP8, held)
+        if behind:
+            _put(mine + column, latent, False, held)
+        _turn(source + LORA, target + LORA, mine + LORA, behind, cos, sin, 0, 0, 0, 1, HALF, HALF_BLOCK, 1, INTERLEAVED,
+              FP8)
     else:
         rotary, first = query + token * query_token + NOPE, (part - 1) * HEAD_BLOCK
         if token < decode:
-            _heads(rotary, angles, absorbed + token * absorbed_token + LORA, first, heads, query_head, absorbed_head,
-                   HALF, HALF_BLOCK, HEAD_BLOCK, INTERLEAVED)
+            _turn(rotary, absorbed + token * absorbed_token + LORA, rotary, False, cos, sin, query_head, absorbed_head,
+                  first, heads, HALF, HALF_BLOCK, HEAD_BLOCK, INTERLEAVED, False)
         else:
-            _heads(rotary, angles, rotary, first, heads, query_head, query_head, HALF, HALF_BLOCK, HEAD_BLOCK,
-                   INTERLEAVED)
+            _turn(rotary, rotary, rotary, False, cos, sin, query_head, query_head, first, heads, HALF, HALF_BLOCK,
+                  HEAD_BLOCK, INTERLEAVED, False)
 
 
 @triton.jit
@@ -181,40 +178,39 @@ def prologue(query: Tensor, compressed: Tensor, norm_weight: Tensor, eps: float,
         absorbed.stride(1), own.stride(0), *w_uk.stride(), heads, NOPE=size - rope, LORA=lora, HALF=rope // 2,
         LORA_BLOCK=triton.next_power_of_2(lora), HALF_BLOCK=triton.next_power_of_2(rope // 2), HEAD_BLOCK=block,
         PARTS=parts, INTERLEAVED=interleaved, FP8=cache.dtype is torch.float8_e4m3fn, UK_BLOCKS=uk_blocks,
-        UK_BLOCK=uk_block, ROWS=_rows(decode) if few else 16, STEP=_step(size - rope), num_warps=4)
+        UK_BLOCK=uk_block, ROWS=_tile(decode) if few else 16, DEPTH=_tile(size - rope), num_warps=4,
+        **dependent.options())
     if decode and not few:
-        absorb(query[:decode, :, : size - rope], w_uk, absorbed)
-
-
-def _rows(tokens: int) -> int:
-    """Rows of a tile that holds so many tokens: what tensor cores take at least, or more."""
-    return max(16, triton.next_power_of_2(tokens))
-
-
-def _step(size: int) -> int:
-    return max(16, min(DEPTH, triton.next_power_of_2(size)))
+        _bmm(query[:decode, :, : size - rope], w_uk, absorbed[..., :lora])
 
 
 def absorb(q_nope: Tensor, w_uk: Tensor, absorbed: Tensor) -> None:
     """As ``kernels.mla.absorb``."""
-    _product_by_heads(q_nope, w_uk, absorbed[..., : w_uk.shape[2]], UK_COLUMNS)
+    _bmm(q_nope, w_uk, absorbed[..., : w_uk.shape[2]])
 
 
 def project(latent: Tensor, w_uv: Tensor, out: Tensor) -> None:
-    """As ``kernels.mla.project``."""
-    _product_by_heads(latent, w_uv, out, UV_COLUMNS)
-
-
-def _product_by_heads(x: Tensor, w: Tensor, out: Tensor, columns: int) -> None:
-    """x [T, H, K], w [H, K, N] -> out [T, H, N]; x and out contiguous in their last dimension."""
-    tokens, heads, size = x.shape
-    if tokens > FEW:
-        torch.bmm(x.transpose(0, 1), w, out=out.transpose(0, 1))
+    """As ``kernels.mla.project``. latent and out are contiguous in their last dimension."""
+    tokens, heads, size = latent.shape
+    if tokens * heads > FEW_PROJECTED:
+        _bmm(latent, w_uv, out)
     elif tokens:
-        block = min(columns, triton.next_power_of_2(w.shape[2]))
-        _by_heads[(heads, triton.cdiv(w.shape[2], block))](
-            x, w, out, tokens, x.stride(0), x.stride(1), *w.stride(), out.stride(0), out.stride(1), SIZE=size,
-            COLUMNS=w.shape[2], ROWS=_rows(tokens), BLOCK=block, STEP=_step(size))
+        columns = w_uv.shape[2]
+        block = min(UV_COLUMNS, triton.next_power_of_2(columns))
+        _by_heads[(heads, triton.cdiv(columns, block))](
+            latent, w_uv, out, tokens, latent.stride(0), latent.stride(1), *w_uv.stride(), out.stride(0), out.stride(1),
+            SIZE=size, COLUMNS=columns, ROWS=_tile(tokens), BLOCK=block, DEPTH=_tile(size), num_warps=4,
+            **dependent.options())
+
+
+def _bmm(x: Tensor, w: Tensor, out: Tensor) -> None:
+    """x [T, H, K], w [H, K, N] -> out [T, H, N]; none of them is copied."""
+    torch.bmm(x.transpose(0, 1), w, out=out.transpose(0, 1))
+
+
+def _tile(size: int) -> int:
+    """A power of two that holds ``size``, and what tensor cores take at least."""
+    return max(16, triton.next_power_of_2(size))
 
 
 def store(latent: Tensor, k_rope: Tensor, cache: Tensor, slots: Tensor) -> None:

@@ -8,11 +8,14 @@ from sgl_kernel.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcach
 from torch import Tensor
 
 from glowplug.core.batch import Batch
+from glowplug.core.mesh import axis_size
+from glowplug.core.options import AttentionOptions
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import MlaLayer, Worker
-from glowplug.plugins.attention.fa3_mla import Fa3MlaOptions
 from glowplug.plugins.attention.paged_mla import PagedMla
-from glowplug.plugins.attention.slot_buffers import SlotBuffers, shifted
+from glowplug.plugins.attention.slot_buffers import SlotBuffers, in_parts, shifted
+
+TILE = 64  #: keys of a tile of its decoding kernel, and the most queries of one key head for which it uses no TMA
 
 
 @dataclass(eq=False)
@@ -28,8 +31,9 @@ class _Decode:
 class Fa3Mla(PagedMla):
     """Queries' rotary parts as ``q``, absorbed parts as ``qv``; keys and values are two views of the cache."""
 
-    def __init__(self, options: Fa3MlaOptions, plan: EnginePlan, worker: Worker) -> None:
+    def __init__(self, options: AttentionOptions, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
+        self._heads = plan.facts.model.num_heads // axis_size("attn_tp", plan.mesh)
         self._buffers = SlotBuffers()
         self._decode: _Decode | None = None
 
@@ -38,6 +42,12 @@ class Fa3Mla(PagedMla):
         page = self._page_size
         if batch.first_key:
             page, (table, lens) = 1, self._buffers.keep(slot, shifted(table, lens, batch.first_key, page))
+        elif page % TILE == 0 and width * self._heads > TILE:
+            # NOTE: with whole tiles in a page it copies by TMA, and a NaN behind a row's end, left there by another
+            # sequence, enters the sum as 0 * NaN. Smaller pages take its other path, which reads nothing there.
+            parts = 2 * page // TILE
+            (table,) = self._buffers.keep(slot, (in_parts(table, parts),))
+            page //= parts
         self._decode = _Decode(rows, page, table, lens)
 
     def decode(self, query: Tensor, kv: Tensor, scale: float, layer: MlaLayer) -> Tensor:

@@ -1,4 +1,4 @@
-"""Latent attention by FlashMLA of sgl_kernel, on Hopper; prefill by its FlashAttention-3."""
+"""Latent attention by FlashMLA of sgl_kernel, on Hopper; prefill and drafts by its FlashAttention-3."""
 from __future__ import annotations
 
 from typing import Literal
@@ -24,6 +24,6 @@ def register_attention_backends() -> list[Component]:
         requires=(Package(SGL_KERNEL, ">=0.4.2"),),
         offers=AttentionOffers(
             kinds=frozenset({"mla"}), devices=frozenset({"cuda"}), compute=HOPPER, dtypes=SIXTEEN_BITS,
-            kv_dtypes=SIXTEEN_BITS, page_sizes=frozenset({PAGE}),
+            kv_dtypes=SIXTEEN_BITS, page_sizes=frozenset({PAGE}), first_key=True,
             modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER}),
         summary="latent attention by FlashMLA (sgl_kernel), Hopper, pages of 64")]

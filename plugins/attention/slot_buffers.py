@@ -32,3 +32,9 @@ def shifted(table: Tensor, lens: Tensor, first: int, page_size: int) -> tuple[Te
     positions = torch.arange(first, table.shape[1] * page_size, device=table.device)
     slots = slots_at(table, positions.expand(table.shape[0], -1), page_size)
     return slots.int(), (lens - first).clamp_(min=0)
+
+
+def in_parts(table: Tensor, parts: int) -> Tensor:
+    """The same cache in smaller pages: table int32 [R, P] -> int32 [R, P * parts]."""
+    smaller = table.unsqueeze(-1) * parts + torch.arange(parts, dtype=torch.int32, device=table.device)
+    return smaller.view(table.shape[0], -1)

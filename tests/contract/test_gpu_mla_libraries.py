@@ -30,7 +30,7 @@ class TestFa3AtV3Heads(TestFa3):
 
 @pytest.mark.skipif(not HERE, reason="needs a Hopper GPU")
 class TestFlashMla(GpuMlaSuite):
-    page_sizes, first_key = (64,), False
+    page_sizes = (64,)
 
     def make(self, plan: EnginePlan, worker: Worker) -> AttentionBackend:
         pytest.importorskip("sgl_kernel")

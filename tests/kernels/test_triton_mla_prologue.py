@@ -48,8 +48,11 @@ SIZES = [(3, 2, 3, 8, 16, 4), (2, 0, 1, 4, 24, 6), (2, 2, 17, 8, 16, 8), (1, 1, 
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("interleaved", [True, False])
-def test_it_writes_what_the_reference_writes(sizes: tuple[int, ...], interleaved: bool) -> None:
-    """What neither writes stays NaN: cache slots of others."""
+@pytest.mark.parametrize("few", [0, mla_prologue.FEW])
+def test_it_writes_what_the_reference_writes(sizes: tuple[int, ...], interleaved: bool, few: int,
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    """With W_UK's product within and behind. What neither writes stays NaN: cache slots of others."""
+    monkeypatch.setattr(mla_prologue, "FEW", few)
     for seed in (0, 1):
         case = Case(*sizes, seed=seed)
         for got, expected in zip(case.run(mla_prologue.prologue, interleaved), case.run(mla.prologue, interleaved),
@@ -61,9 +64,9 @@ def test_it_writes_what_the_reference_writes(sizes: tuple[int, ...], interleaved
 def test_products_by_heads(sizes: tuple[int, ...]) -> None:
     case = Case(*sizes, seed=4)
     tokens, decode, heads, nope, lora, turned = sizes
-    for few in (0, mla_prologue.FEW):
+    for few in (0, mla_prologue.FEW_PROJECTED):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(mla_prologue, "FEW", few)
+            patch.setattr(mla_prologue, "FEW_PROJECTED", few)
             made = [case.absorbed.clone(), case.absorbed.clone()]
             out = [case.own.new_full((tokens, heads, 5), NAN) for _ in range(2)]
             for where, kernels in enumerate((mla_prologue, mla)):
