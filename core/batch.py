@@ -85,19 +85,14 @@ class Accepted:
         counts: int32 [B]; 0 for rows that do not sample.
         bad: bool [B]; the row's logits held NaN or only -inf.
         logprobs: for every entry of ``tokens`` flattened ([B * W]), or None when no row asked.
+        packed: uint8, tokens, counts and bad one behind another, where the runner has put them so for one copy.
     """
 
     tokens: torch.Tensor
     counts: torch.Tensor
     bad: torch.Tensor
     logprobs: LogprobTensors | None = None
-
-    def first(self, rows: int) -> Accepted:
-        """That of the first ``rows`` rows."""
-        logprobs, count = self.logprobs, rows * self.tokens.shape[1]
-        if logprobs is not None:
-            logprobs = LogprobTensors(logprobs.token[:count], logprobs.top_ids[:count], logprobs.top[:count])
-        return Accepted(self.tokens[:rows], self.counts[:rows], self.bad[:rows], logprobs)
+    packed: torch.Tensor | None = None
 
 
 @dataclass(eq=False)

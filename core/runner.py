@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,14 +32,36 @@ class InFlight:
 
     def wait(self) -> StepResult:
         found = [part.numpy() for part in tensors_of(self.accepted)] if self.copy is None else self.copy.wait()
-        logprobs = (found[3], found[4], found[5]) if len(found) > 3 else None
-        return StepResult(found[0], found[1], found[2], logprobs, self.prompt_logprobs)
+        if len(found) == 1:
+            found = unpack(found[0], *self.accepted.tokens.shape)
+        rows, scores = self.batch.num_rows, found[3:]  # rows behind those of the batch only filled a captured step up
+        if scores:
+            scores = [part[: rows * self.accepted.tokens.shape[1]] for part in scores]
+        logprobs = (scores[0], scores[1], scores[2]) if scores else None
+        return StepResult(found[0][:rows], found[1][:rows], found[2][:rows], logprobs, self.prompt_logprobs)
 
 
 def tensors_of(accepted: Accepted) -> list[torch.Tensor]:
-    """What the host reads of a step: tokens, counts, bad, and the three of log-probabilities if there are any."""
-    found, scores = [accepted.tokens, accepted.counts, accepted.bad], accepted.logprobs
+    """What the host reads of a step: tokens, counts, bad, and the three of log-probabilities if there are any; or the
+    former in one."""
+    scores = accepted.logprobs
+    if accepted.packed is not None and scores is None:
+        return [accepted.packed]
+    found = [accepted.tokens, accepted.counts, accepted.bad]
     return found if scores is None else [*found, scores.token, scores.top_ids, scores.top]
+
+
+def pack(accepted: Accepted) -> torch.Tensor:
+    """``Accepted.packed``: uint8 [13 * B], or more where rows may yield several tokens."""
+    parts = (accepted.tokens, accepted.counts, accepted.bad)
+    return torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
+
+
+def unpack(packed: NDArray[Any], rows: int, width: int) -> list[NDArray[Any]]:
+    """Tokens int64 [rows, width], counts int32 [rows] and bad bool [rows] of ``Accepted.packed``."""
+    tokens, counts = 8 * rows * width, 4 * rows
+    return [packed[:tokens].view(np.int64).reshape(rows, width), packed[tokens : tokens + counts].view(np.int32),
+            packed[tokens + counts :].view(np.bool_)]
 
 
 class Runner:
@@ -49,7 +72,7 @@ class Runner:
         self.model, self.attention, self.speculative = model, attention, speculative
         self.sampler, self.graphs, self.table = sampler, graphs, table
         self.device = torch.device(device)
-        self._copier = HostCopier()
+        self._copier = None if self.device.type == "cpu" else HostCopier()
         self._speculates, self._on_host = speculative.width() > 1, self.device.type == "cpu"
 
     def launch(self, batch: Batch) -> InFlight:
@@ -59,8 +82,7 @@ class Runner:
             self.sampler.plan_step(batch)
             slot = self.graphs.slot_for(batch)
             if slot is not None:
-                accepted, _ = self.step(self.graphs.fill(slot, batch))
-                return self._to_host(batch, accepted.first(batch.num_rows), [])
+                return self._to_host(batch, self.step(self.graphs.fill(slot, batch))[0], [])
             self._complete(batch)
             accepted, hidden = self.step(batch)
             scored = self._prompt_logprobs(batch, hidden) if batch.prompt_logprobs is not None else []
@@ -76,13 +98,19 @@ class Runner:
             run("places", partial(self._place, batch))
         self.attention.plan_step(batch, batch.segments.part("forward"))
         hidden, logits = run("forward", partial(self._forward, batch))
-        accept = partial(self.speculative.accept, logits, hidden, batch, self.sampler)
+        accept = partial(self._accept, batch, logits, hidden)
         key = None if batch.segments is DIRECT else self.sampler.capture_key()
         return (accept() if key is None else run(f"accept {key}", accept)), hidden
 
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = self.model.forward(batch.input_ids, batch.positions, batch)
         return hidden, self.model.logits(hidden if batch.logits_index is None else hidden[batch.logits_index])
+
+    def _accept(self, batch: Batch, logits: torch.Tensor, hidden: torch.Tensor) -> Accepted:
+        accepted = self.speculative.accept(logits, hidden, batch, self.sampler)
+        if self._copier is not None:
+            accepted.packed = pack(accepted)
+        return accepted
 
     def _join(self, batch: Batch) -> None:
         for row in batch.left:
@@ -176,5 +204,5 @@ class Runner:
         return PromptLogprobs(row, start, token, top_ids, values)
 
     def _to_host(self, batch: Batch, accepted: Accepted, scored: list[PromptLogprobs]) -> InFlight:
-        copy = None if self._on_host else self._copier.begin(tensors_of(accepted))
+        copy = None if self._copier is None else self._copier.begin(tensors_of(accepted))
         return InFlight(batch, accepted, scored, copy)

@@ -74,6 +74,22 @@ class Shape:
         """Tokens in the cache of a row that fills up: a speculative draft finds one before its own."""
         return self.width + (self.width > 1)
 
+    @property
+    def padded_columns(self) -> int:
+        """Pages that such a row and the drafts behind it may touch; all of them the scratch page."""
+        return -(-(self.padded_length + self.width) // self.page_size)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A turn's host memory: ``all`` of it, and the fields in it, positions and slots as [B, W]."""
+
+    all: Tensor
+    positions: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    kv_lens: NDArray[np.int32]
+
 
 class Piece:
     """Stands for one graph where attention plans it."""
@@ -95,6 +111,9 @@ class Slot:
         self._table = torch.zeros(shape.rows, shape.columns, dtype=torch.int32, device=device)
         self._pages: NDArray[np.int32] = np.zeros((shape.rows, shape.columns), np.int32)  # what ``_table`` holds
         self._offsets = np.arange(shape.width, dtype=np.int64)
+        self._first_columns = np.arange(shape.rows, dtype=np.int64)[:, None] * shape.columns
+        self._padding = np.tile((shape.padded_length - shape.width + self._offsets) % shape.page_size, (shape.rows, 1))
+        self._views: dict[int, Held] = {}
         self._live = 0
         self._graphs: dict[str, tuple[Callable[[], None], Any]] = {}
         self._parts: dict[str, Piece] = {}
@@ -153,44 +172,42 @@ class Slot:
 
     def fill(self, batch: Batch) -> Batch:
         """The rows of ``batch``, then padding; enqueued, without waiting for the device."""
-        own, live, width = self.batch, batch.num_rows, self.shape.width
+        own, live, shape = self.batch, batch.num_rows, self.shape
         own.step = batch.step
-        own.rows[:live], own.rows[live:] = batch.rows, self.shape.spare
-        own.kv_lens[:live], own.kv_lens[live:] = batch.kv_lens, self.shape.padded_length
+        own.rows[:live], own.kv_lens[:live] = batch.rows, batch.kv_lens
+        if live < self._live:
+            own.rows[live : self._live], own.kv_lens[live : self._live] = shape.spare, shape.padded_length
         self._fill_pages(batch.pages, live)
-        positions = (own.kv_lens - width).astype(np.int64)[:, None] + self._offsets
-        columns = positions // self.shape.page_size
-        slots = self._slots(positions, columns, live)
-        self._send(positions, slots, own.rows, own.kv_lens)
+        turn = self._staging.take()
+        held = self._held(turn)
+        np.add((own.kv_lens - shape.width)[:, None], self._offsets, out=held.positions)
+        columns = held.positions // shape.page_size
+        pages = self._pages.reshape(-1)[columns + self._first_columns]
+        np.add((pages - columns) * shape.page_size, held.positions, out=held.slots)
+        held.slots[live:] = self._padding[live:]  # NOTE: the page table may be stale behind its first columns
+        held.rows[:], held.kv_lens[:] = own.rows, own.kv_lens
+        self._staging.copy(turn, held.all, self._memory)
         return own
 
-    def _slots(self, positions: NDArray[np.int64], columns: NDArray[np.int64], live: int) -> NDArray[np.int64]:
-        slots = positions % self.shape.page_size
-        slots[:live] += np.take_along_axis(self._pages[:live], columns[:live], 1) * np.int64(self.shape.page_size)
-        return slots
-
-    def _send(self, *fields: NDArray[Any]) -> None:
-        with self._staging.turn(len(self._memory)) as host:
-            bytes_of = host.numpy()
-            for at, (length, dtype), values in zip(self.shape.offsets, self.shape.fields, fields):
-                bytes_of[at : at + length * dtype.itemsize].view(dtype)[:] = values.reshape(-1)
-            self._memory.copy_(host, non_blocking=True)
+    def _held(self, turn: int) -> Held:
+        if turn not in self._views:
+            host = self._staging.buffers[turn][: len(self._memory)]
+            parts = [host[at : at + length * dtype.itemsize].numpy().view(dtype)
+                     for at, (length, dtype) in zip(self.shape.offsets, self.shape.fields)]
+            grid = (self.shape.rows, self.shape.width)
+            self._views[turn] = Held(host, parts[0].reshape(grid), parts[1].reshape(grid), parts[2], parts[3])
+        return self._views[turn]
 
     def _fill_pages(self, pages: NDArray[np.int32], live: int) -> None:
-        """Bring the page table up to date. Columns behind ``pages`` keep what they held: no row reads so far."""
-        columns = pages.shape[1]
+        """Bring the page table up to date. Columns further right keep what they held: no row reads so far."""
+        given = pages.shape[1]
+        columns = min(max(given, self.shape.padded_columns), self.shape.columns)
         self.batch.pages = self._pages[:, :columns]
-        if live == self._live and np.array_equal(self._pages[:live, :columns], pages):
+        if live == self._live and np.array_equal(self._pages[:live, :given], pages):
             return
         top, self._live = max(live, self._live), live
-        self._pages[:live, :columns], self._pages[live:top] = pages, 0
-        if not top:
-            return
-        with self._staging.turn(4 * top * columns) as host:
-            staged = host.view(torch.int32).view(top, columns)
-            staged.numpy()[:] = self._pages[:top, :columns]
-            self._table[:top, :columns].copy_(staged, non_blocking=True)
-
-    def table(self) -> Tensor:
-        """The page table on the device, int32 [B, columns]."""
-        return self._table
+        self._pages[:live, :given], self._pages[live:top, :columns] = pages, 0
+        turn = self._staging.take()
+        staged = self._staging.buffers[turn][: 4 * top * columns].view(torch.int32).view(top, columns)
+        staged.numpy()[:] = self._pages[:top, :columns]
+        self._staging.copy(turn, staged, self._table[:top, :columns])

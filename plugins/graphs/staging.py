@@ -1,9 +1,6 @@
 """Host memory that small copies to the device start from, taken in turns so that none waits for the one before."""
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
@@ -14,17 +11,20 @@ class Staging:
     """A ring of pinned buffers of ``size`` bytes; plain memory where the device is the host."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self._pinned = device.type == "cuda"
-        self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned) for _ in range(TURNS)]
-        self._events = [torch.cuda.Event() for _ in range(TURNS if self._pinned else 0)]  # type: ignore[no-untyped-call]
+        pinned = device.type == "cuda"
+        self.buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(TURNS)]
+        self._events = [torch.cuda.Event() for _ in range(TURNS if pinned else 0)]  # type: ignore[no-untyped-call]
         self._next = 0
 
-    @contextmanager
-    def turn(self, size: int) -> Iterator[Tensor]:
-        """uint8 [size] to write and to copy from within the block, by copies enqueued on the current stream."""
+    def take(self) -> int:
+        """Number of the buffer to write next."""
         at, self._next = self._next, (self._next + 1) % TURNS
-        if self._pinned:
+        if self._events:
             self._events[at].synchronize()  # long past, unless the device is behind by the whole ring
-        yield self._buffers[at][:size]
-        if self._pinned:
+        return at
+
+    def copy(self, at: int, source: Tensor, target: Tensor) -> None:
+        """Enqueue ``source``, which lies in buffer ``at``, to ``target`` on the device; ends that buffer's turn."""
+        target.copy_(source, non_blocking=True)
+        if self._events:
             self._events[at].record()
