@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from glowplug.kernels.triton import dependent
+
 ONE_LAUNCH = 4096  #: pairs up to which every expert looks through all ids by itself
 CHUNK = 128  #: pairs a program ranks at once where there are more
 
@@ -70,8 +72,10 @@ def _load_ids(ids, place, pairs, experts, BINS: tl.constexpr):
 
 @triton.jit
 def _by_expert(ids, sorted_pairs, expert_of_block, num_padded, pairs, experts, blocks, BLOCK_M: tl.constexpr,
-               BINS: tl.constexpr, SPAN: tl.constexpr, WIDTH: tl.constexpr):
+               BINS: tl.constexpr, SPAN: tl.constexpr, WIDTH: tl.constexpr, DEPENDENT: tl.constexpr):
     """One program an expert."""
+    dependent.begin(DEPENDENT)
+    dependent.wait(DEPENDENT)
     expert = tl.program_id(0)
     bins = tl.arange(0, BINS)
     counts = tl.zeros([BINS], tl.int32)
@@ -90,16 +94,21 @@ def _by_expert(ids, sorted_pairs, expert_of_block, num_padded, pairs, experts, b
 
 
 @triton.jit
-def _count(ids, counts, pairs, experts, chunks, BINS: tl.constexpr, SPAN: tl.constexpr):
+def _count(ids, counts, pairs, experts, chunks, BINS: tl.constexpr, SPAN: tl.constexpr,
+           DEPENDENT: tl.constexpr):
     """counts [BINS, chunks]: how often each chunk of ids names each expert."""
+    dependent.begin(DEPENDENT)
+    dependent.wait(DEPENDENT)
     chunk = tl.program_id(0)
     found = tl.histogram(_load_ids(ids, chunk * SPAN + tl.arange(0, SPAN), pairs, experts, BINS), BINS)
     tl.store(counts + tl.arange(0, BINS) * chunks + chunk, found)
 
 
 @triton.jit
-def _scan(counts, totals, chunks, SPAN: tl.constexpr):
+def _scan(counts, totals, chunks, SPAN: tl.constexpr, DEPENDENT: tl.constexpr):
     """Counts become those of all chunks before; totals int32 [BINS]."""
+    dependent.begin(DEPENDENT)
+    dependent.wait(DEPENDENT)
     row = counts + tl.program_id(0) * chunks
     total = 0
     for start in range(0, chunks, SPAN):
@@ -112,8 +121,11 @@ def _scan(counts, totals, chunks, SPAN: tl.constexpr):
 
 @triton.jit
 def _place(ids, counts, totals, sorted_pairs, expert_of_block, num_padded, pairs, experts, chunks, blocks,
-           BLOCK_M: tl.constexpr, BINS: tl.constexpr, SPAN: tl.constexpr, WIDTH: tl.constexpr):
+           BLOCK_M: tl.constexpr, BINS: tl.constexpr, SPAN: tl.constexpr, WIDTH: tl.constexpr,
+           DEPENDENT: tl.constexpr):
     """One program a chunk of ids, then one an expert."""
+    dependent.begin(DEPENDENT)
+    dependent.wait(DEPENDENT)
     program = tl.program_id(0)
     bins = tl.arange(0, BINS)
     found = tl.load(totals + bins)
@@ -149,13 +161,13 @@ def align(ids: Tensor, experts: int, block_m: int) -> Alignment:
     if pairs <= ONE_LAUNCH:
         span = max(32, min(1024, triton.next_power_of_2(pairs)))
         _by_expert[(experts,)](ids, *found, pairs, experts, blocks, BLOCK_M=block_m, BINS=bins, SPAN=span,
-                               WIDTH=width)
+                               WIDTH=width, **dependent.options())
         return found
     chunks = triton.cdiv(pairs, CHUNK)
     counts = torch.empty(bins, chunks, dtype=torch.int32, device=device)
     totals = torch.empty(bins, dtype=torch.int32, device=device)
-    _count[(chunks,)](ids, counts, pairs, experts, chunks, BINS=bins, SPAN=CHUNK)
-    _scan[(bins,)](counts, totals, chunks, SPAN=1024)
+    _count[(chunks,)](ids, counts, pairs, experts, chunks, BINS=bins, SPAN=CHUNK, **dependent.options())
+    _scan[(bins,)](counts, totals, chunks, SPAN=1024, **dependent.options())
     _place[(chunks + experts,)](ids, counts, totals, *found, pairs, experts, chunks, blocks, BLOCK_M=block_m,
-                                BINS=bins, SPAN=CHUNK, WIDTH=width)
+                                BINS=bins, SPAN=CHUNK, WIDTH=width, **dependent.options())
     return found

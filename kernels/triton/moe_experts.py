@@ -1,6 +1,7 @@
 """Routed experts in Triton, in the way and with the tiles that a table or a rule gives for the number of tokens.
 
 A configuration of one product: ``way`` "gemv", "dense" or "sorted" (see ``moe_gemv`` and ``moe_gemm``) and its tiles.
+Both products are sorted, with the same block_m, or neither is.
 """
 from __future__ import annotations
 
@@ -76,11 +77,8 @@ def experts(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor,
         config = chosen(Problem(w13.shape[0], ids.shape[1], w13.shape[2], w2.shape[2], str(x.dtype).split(".")[1]),
                         len(x))
     up, down = config["up"], config["down"]
-    sizes = {int(product["block_m"]) for product in (up, down) if product["way"] == "sorted"}
-    aligned = {size: align(ids, w13.shape[0], size) for size in sizes}
-    hidden = (moe_gemv.up(x, w13, ids, up) if up["way"] == "gemv" else
-              moe_gemm.up(x, w13, ids, aligned.get(up["block_m"]) if up["way"] == "sorted" else None, up))
+    aligned = align(ids, w13.shape[0], up["block_m"]) if up["way"] == "sorted" else None
+    hidden = moe_gemv.up(x, w13, ids, up) if up["way"] == "gemv" else moe_gemm.up(x, w13, ids, aligned, up)
     if down["way"] == "gemv":
         return moe_gemv.down(hidden, w2, ids, weights, down)
-    given = aligned[down["block_m"]] if down["way"] == "sorted" else None
-    return moe_sum(moe_gemm.down(hidden, w2, ids, weights, given, down), ids)
+    return moe_sum(moe_gemm.down(hidden, w2, ids, weights, aligned, down), ids)

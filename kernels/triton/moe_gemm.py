@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from glowplug.kernels.triton import dependent
 from glowplug.kernels.triton.moe_align import Alignment
 
 Config = Mapping[str, Any]  #: of one product: block_m, block_n, block_k, group, warps, stages, swap, tma, way
@@ -61,40 +62,59 @@ def _load_weight(w, expert, row, rows, first_k, depth, TMA: tl.constexpr, EVEN_K
                  BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """Rows [row, row + BLOCK_N) of an expert's weight; past its end whatever is there."""
     if TMA:
-        return w.load([expert * rows + row, first_k])
-    k = first_k + tl.arange(0, BLOCK_K)
-    n = row + tl.arange(0, BLOCK_N)
-    at = w + expert.to(tl.int64) * rows * depth + tl.where(n < rows, n, 0)[:, None] * depth + k[None, :]
-    if EVEN_K:
-        return tl.load(at)
-    return tl.load(at, mask=k[None, :] < depth, other=0.0)
+        value = w.load([expert * rows + row, first_k])
+    else:
+        k = first_k + tl.arange(0, BLOCK_K)
+        n = row + tl.arange(0, BLOCK_N)
+        at = w + expert.to(tl.int64) * rows * depth + tl.where(n < rows, n, 0)[:, None] * depth + k[None, :]
+        if EVEN_K:
+            value = tl.load(at)
+        else:
+            value = tl.load(at, mask=k[None, :] < depth, other=0.0)
+    return value
 
 
 @triton.jit
 def _times(x, w, total, SWAP: tl.constexpr):
     if SWAP:
-        return tl.dot(w, tl.trans(x), total, input_precision="ieee")
-    return tl.dot(x, tl.trans(w), total, input_precision="ieee")
+        total = tl.dot(w, tl.trans(x), total, input_precision="ieee")
+    else:
+        total = tl.dot(x, tl.trans(w), total, input_precision="ieee")
+    return total
 
 
 @triton.jit(do_not_specialize=["pairs", "m_blocks", "n_blocks", "group"])
 def _grouped(x, w, out, ids, weights, sorted_pairs, expert_of_block, pairs, columns, depth, m_blocks, n_blocks, group,
              UP: tl.constexpr, SORTED: tl.constexpr, TOPK: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr,
-             SWAP: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-             BLOCK_K: tl.constexpr):
-    """``UP``: x are tokens [T, K], w holds gates, then ups; otherwise x are pairs [T * K, K]. out [T * K, columns]."""
+             X_TMA: tl.constexpr, SWAP: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
+             BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr):
+    """``UP``: x are tokens [T, K], w holds gates, then ups; out has a row a place in the sorted list, or a pair.
+
+    Otherwise x are those rows, and out has a row a pair: [T * K, columns].
+    """
+    if UP:
+        dependent.wait(DEPENDENT)
+        dependent.begin(DEPENDENT)
+    else:  # what the first product has waited for is there
+        dependent.begin(DEPENDENT)
     block, column_block = tile_place(m_blocks, n_blocks, group)
     expert, pair = tile_pairs(ids, sorted_pairs, expert_of_block, block, pairs, SORTED, TOPK, WIDTH, BLOCK_M)
+    if not UP:
+        dependent.wait(DEPENDENT)
     if expert < 0:
         return
     real = pair < pairs
+    place = block * BLOCK_M + tl.arange(0, BLOCK_M)
     # NOTE: padding multiplies row 0, which is cheaper than a mask; its products are not stored.
     row = tl.where(real, pair, 0)
     if UP:
         row = row // TOPK
+    elif SORTED:
+        row = place
     first = column_block * BLOCK_N
     k = tl.arange(0, BLOCK_K)
-    x_at = x + row.to(tl.int64)[:, None] * depth + k[None, :]
+    if not X_TMA:
+        x_at = x + row.to(tl.int64)[:, None] * depth + k[None, :]
     if SWAP:
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -102,7 +122,9 @@ def _grouped(x, w, out, ids, weights, sorted_pairs, expert_of_block, pairs, colu
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, depth, BLOCK_K):
-        if EVEN_K:
+        if X_TMA:
+            value = x.load([block * BLOCK_M, start])
+        elif EVEN_K:
             value = tl.load(x_at + start)
         else:
             value = tl.load(x_at + start, mask=k[None, :] < depth - start, other=0.0)
@@ -121,6 +143,8 @@ def _grouped(x, w, out, ids, weights, sorted_pairs, expert_of_block, pairs, colu
     if not UP:
         total = total * tl.load(weights + pair, mask=real, other=0.0)[:, None]
     n = first + tl.arange(0, BLOCK_N)
+    if UP and SORTED:
+        pair = place
     tl.store(out + pair.to(tl.int64)[:, None] * columns + n[None, :], total.to(out.dtype.element_ty),
              mask=real[:, None] & (n[None, :] < columns))
 
@@ -132,26 +156,34 @@ def _launch(x: Tensor, w: Tensor, out: Tensor, ids: Tensor, weights: Tensor | No
     m_blocks = w.shape[0] * triton.cdiv(ids.shape[0], block_m) if aligned is None else len(aligned.expert_of_block)
     n_blocks = triton.cdiv(columns, block_n)
     tma = bool(config.get("tma")) and depth * w.element_size() % 16 == 0
+    x_tma = tma and aligned is not None and weights is not None
     places = (None, None) if aligned is None else (aligned.sorted_pairs, aligned.expert_of_block)
     _grouped[(m_blocks * n_blocks,)](
-        x, TensorDescriptor.from_tensor(w.view(-1, depth), [block_n, block_k]) if tma else w, out, ids, weights, *places,
-        pairs, columns, depth, m_blocks, n_blocks, config.get("group", 64), UP=weights is None,
-        SORTED=aligned is not None, TOPK=ids.shape[1], WIDTH=triton.next_power_of_2(ids.shape[1]), TMA=tma,
-        SWAP=bool(config.get("swap")), EVEN_K=depth % block_k == 0, BLOCK_M=block_m, BLOCK_N=block_n,
-        BLOCK_K=block_k, num_warps=config["warps"], num_stages=config["stages"])
+        TensorDescriptor.from_tensor(x, [block_m, block_k]) if x_tma else x,
+        TensorDescriptor.from_tensor(w.view(-1, depth), [block_n, block_k]) if tma else w,
+        out, ids, weights, *places, pairs, columns, depth, m_blocks, n_blocks, config.get("group", 64),
+        UP=weights is None, SORTED=aligned is not None, TOPK=ids.shape[1], WIDTH=triton.next_power_of_2(ids.shape[1]),
+        TMA=tma, X_TMA=x_tma, SWAP=bool(config.get("swap")), EVEN_K=depth % block_k == 0, BLOCK_M=block_m,
+        BLOCK_N=block_n, BLOCK_K=block_k, num_warps=config["warps"], num_stages=config["stages"],
+        **dependent.options())
     return out
 
 
 def up(x: Tensor, w13: Tensor, ids: Tensor, aligned: Alignment | None, config: Config) -> Tensor:
-    """x [T, H], w13 [E, 2I, H] gates before ups, ids [T, K] -> silu(gate) * up [T * K, I], a row a pair.
+    """x [T, H], w13 [E, 2I, H] gates before ups, ids [T, K] -> silu(gate) * up, I columns.
 
-    Rows of absent experts are not written. ``aligned``: made with the configuration's block_m, or None for "dense".
+    A row a place in ``aligned``, which was made with the configuration's block_m; without one ("dense") a row a pair.
+    Rows of padding and of absent experts are not written.
     """
-    out = torch.empty(ids.numel(), w13.shape[1] // 2, dtype=x.dtype, device=x.device)
+    rows = ids.numel() if aligned is None else len(aligned.sorted_pairs)
+    out = torch.empty(rows, w13.shape[1] // 2, dtype=x.dtype, device=x.device)
     return _launch(x, w13, out, ids, None, aligned, config)
 
 
 def down(h: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, aligned: Alignment | None, config: Config) -> Tensor:
-    """h [T * K, I] of ``up``, w2 [E, H, I], weights float32 [T, K] -> [T * K, H], weighted. Rows as of ``up``."""
+    """h of ``up`` with the same ``aligned``, w2 [E, H, I], weights float32 [T, K] -> [T * K, H], weighted.
+
+    It may only follow ``up``: it reads ids and lists while that still runs. Rows of absent experts are not written.
+    """
     out = torch.empty(ids.numel(), w2.shape[1], dtype=h.dtype, device=h.device)
     return _launch(h, w2, out, ids, weights, aligned, config)

@@ -1,6 +1,7 @@
 """Routed experts of one or a few tokens: matrix-vector products that stream each pair's weights once.
 
-Without tensor cores and without an alignment; the second product adds up a token's experts as it goes.
+Without tensor cores and without an alignment; the second product adds up a token's experts as it goes. It begins while
+the first one drains: the first lets it begin only once the ids are there, so that it may fetch weights by them.
 """
 from __future__ import annotations
 
@@ -12,10 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from glowplug.kernels.triton import dependent
+
+FETCHED: tl.constexpr = tl.constexpr(2)  # experts of a token whose weights are fetched ahead
+
 
 @triton.jit
 def _up(x, w, out, ids, columns, depth, TOPK: tl.constexpr, DEPTH: tl.constexpr, BLOCK_N: tl.constexpr,
-        BLOCK_K: tl.constexpr):
+        BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr):
+    dependent.wait(DEPENDENT)
+    dependent.begin(DEPENDENT)
     pair = tl.program_id(1)
     expert = tl.load(ids + pair).to(tl.int64)
     if expert < 0:
@@ -39,11 +46,17 @@ def _up(x, w, out, ids, columns, depth, TOPK: tl.constexpr, DEPTH: tl.constexpr,
 
 @triton.jit
 def _down(h, w, out, ids, weights, columns, depth, TOPK: tl.constexpr, DEPTH: tl.constexpr, BLOCK_N: tl.constexpr,
-          BLOCK_K: tl.constexpr):
+          BLOCK_K: tl.constexpr, LINES: tl.constexpr, DEPENDENT: tl.constexpr):
+    dependent.begin(DEPENDENT)
     token = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     row = tl.where(n < columns, n, 0)[:, None] * depth + k[None, :]
+    if DEPENDENT:
+        line = tl.where(n < columns, n, 0)[:, None] * depth + tl.minimum(tl.arange(0, LINES) * 64, depth - 1)[None, :]
+        for j in tl.static_range(min(TOPK, FETCHED)):
+            dependent.fetch(w + tl.maximum(tl.load(ids + token * TOPK + j).to(tl.int64), 0) * columns * depth + line)
+        dependent.wait(DEPENDENT)
     total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for j in tl.static_range(TOPK):
         expert = tl.load(ids + token * TOPK + j).to(tl.int64)
@@ -64,7 +77,7 @@ def up(x: Tensor, w13: Tensor, ids: Tensor, config: Mapping[str, Any]) -> Tensor
     out = torch.empty(ids.numel(), columns, dtype=x.dtype, device=x.device)
     _up[(triton.cdiv(columns, config["block_n"]), ids.numel())](
         x, w13, out, ids, columns, depth, TOPK=ids.shape[1], DEPTH=depth, BLOCK_N=config["block_n"],
-        BLOCK_K=config["block_k"], num_warps=config["warps"])
+        BLOCK_K=config["block_k"], num_warps=config["warps"], **dependent.options())
     return out
 
 
@@ -74,5 +87,6 @@ def down(h: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, config: Mapping[st
     out = torch.empty(ids.shape[0], columns, dtype=h.dtype, device=h.device)
     _down[(triton.cdiv(columns, config["block_n"]), ids.shape[0])](
         h, w2, out, ids, weights, columns, depth, TOPK=ids.shape[1], DEPTH=depth, BLOCK_N=config["block_n"],
-        BLOCK_K=config["block_k"], num_warps=config["warps"])
+        BLOCK_K=config["block_k"], LINES=triton.next_power_of_2(triton.cdiv(depth * w2.element_size(), 128)),
+        num_warps=config["warps"], **dependent.options())
     return out

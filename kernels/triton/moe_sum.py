@@ -6,9 +6,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from glowplug.kernels.triton import dependent
+
 
 @triton.jit
-def _sum(parts, ids, out, size, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _sum(parts, ids, out, size, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+         DEPENDENT: tl.constexpr):
+    dependent.begin(DEPENDENT)
+    dependent.wait(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -25,5 +30,6 @@ def moe_sum(parts: Tensor, ids: Tensor) -> Tensor:
     out = torch.empty(tokens, size, dtype=parts.dtype, device=parts.device)
     if tokens:
         block = min(1024, triton.next_power_of_2(size))
-        _sum[(tokens, triton.cdiv(size, block))](parts, ids, out, size, WIDTH=width, BLOCK=block)
+        _sum[(tokens, triton.cdiv(size, block))](parts, ids, out, size, WIDTH=width, BLOCK=block,
+                                                     **dependent.options())
     return out

@@ -101,6 +101,12 @@ class Bench:
         ids = torch.cat([ids, always], 1)
         return ids, torch.rand(ids.shape, generator=generator, device=device)
 
+    def rows(self, product: str, tokens: int, aligned: moe_gemm.Alignment | None) -> Tensor:
+        """What ``product`` reads of ``tokens`` tokens."""
+        pairs = tokens * self.problem.topk if aligned is None else len(aligned.sorted_pairs)
+        rows, depth = (tokens, self.problem.hidden) if product == "up" else (pairs, self.problem.inter)
+        return torch.empty(rows, depth, dtype=self.w13.dtype, device=self.w13.device).normal_()
+
     def run(self, product: str, config: Config, x: Tensor, ids: Tensor, weights: Tensor,
             aligned: moe_gemm.Alignment | None) -> Tensor:
         if product == "up":
@@ -136,9 +142,8 @@ def _compile(problem: Problem, shared: int, wanted: Sequence[tuple[str, Config]]
     failed = []
     for product, config in wanted:
         ids, weights = bench.routing(16, 0)
-        rows, depth = (16, problem.hidden) if product == "up" else (ids.numel(), problem.inter)
-        x = torch.zeros(rows, depth, dtype=bench.w13.dtype, device="cuda")
         aligned = align(ids, len(bench.w13), config["block_m"]) if config["way"] == "sorted" else None
+        x = bench.rows(product, 16, aligned)
         try:
             bench.run(product, config, x, ids, weights, aligned)
             torch.cuda.synchronize()
@@ -165,9 +170,7 @@ def measure(bench: Bench, tokens: int, failed: set[str], deadline: float) -> dic
     aligned = {size: [align(ids, len(bench.w13), size) for ids, _ in routings] for size in (16, 32, 64, 128, 256)}
     found: dict[str, list[Measured]] = {"up": [], "down": []}
     for product in ("up", "down"):
-        rows, depth = ((tokens, bench.problem.hidden) if product == "up" else
-                       (routings[0][0].numel(), bench.problem.inter))
-        x = torch.empty(rows, depth, dtype=bench.w13.dtype, device="cuda").normal_()
+        x = bench.rows(product, tokens, aligned[max(aligned)][0])
         for config in candidates(product, bench.problem, tokens):
             if json.dumps([product, config]) in failed or (found[product] and time.monotonic() > deadline):
                 continue
@@ -188,13 +191,16 @@ def overheads(bench: Bench, tokens: int) -> tuple[float, float]:
 
 
 def best_pair(found: dict[str, list[Measured]], aligning: float, summing: float) -> tuple[float, dict[str, Config]]:
-    """(microseconds, {"up", "down"}) of the best two products, with the alignments and the sum that they need."""
-    def total(up: Measured, down: Measured) -> float:
-        sizes = {config["block_m"] for _, config in (up, down) if config["way"] == "sorted"}
-        return up[0] + down[0] + aligning * len(sizes) + (0.0 if down[1]["way"] == "gemv" else summing)
+    """(microseconds, {"up", "down"}) of the best two products that go together, with the alignment and the sum."""
+    def order(config: Config) -> int:
+        return config["block_m"] if config["way"] == "sorted" else 0
 
-    time_, up, down = min(((total(up, down), up, down) for up in found["up"] for down in found["down"]),
-                          key=lambda item: item[0])
+    def total(up: Measured, down: Measured) -> float:
+        aligned = aligning if order(up[1]) else 0.0
+        return up[0] + down[0] + aligned + (0.0 if down[1]["way"] == "gemv" else summing)
+
+    time_, up, down = min(((total(up, down), up, down) for up in found["up"] for down in found["down"]
+                           if order(up[1]) == order(down[1])), key=lambda item: item[0])
     return time_, {"up": up[1], "down": down[1]}
 
 

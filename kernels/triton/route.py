@@ -1,7 +1,8 @@
-"""A mixture's gate in one launch: scores in float32, the choice of experts, their weights.
+"""A mixture's gate in one launch or two: scores in float32, the choice of experts, their weights.
 
-The score product is shared out among programs, over experts and, for few tokens, over its depth too. The program that
-ends last for a block of tokens adds up the parts and chooses; it is found by a ticket that it sets back to zero.
+The score product is shared out among programs, over experts and, for few tokens, over its depth too. Where choosing is
+little work, the program that ends last for a block of tokens adds up the parts and chooses; it is found by a ticket
+that it sets back to zero. Otherwise a second launch chooses, a warp a token.
 """
 from __future__ import annotations
 
@@ -12,7 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from glowplug.kernels.triton import dependent
+
 VECTOR = 4  #: tokens up to which scores are matrix-vector products
+DEEPEST = 8192  #: channels up to which they may be
+AT_ONCE = 128  #: experts up to which the last program chooses for a block of tokens, if they form no groups
 WIDE = 1024  #: tokens from which blocks are large
 PROGRAMS = 128  #: about as many as keep a device busy
 TICKETS = 16384
@@ -21,28 +26,36 @@ INVALID: tl.constexpr = tl.constexpr(-1.0e30)  # a score that is no number: chos
 
 
 @triton.jit
-def _scores(x, weight, first, first_expert, start, end, tokens, experts, hidden, x_stride, BT: tl.constexpr,
-            BE: tl.constexpr, BK: tl.constexpr, CAST: tl.constexpr):
+def _vector_scores(x, weight, token, first_expert, experts, hidden, x_stride, BE: tl.constexpr, BK: tl.constexpr,
+                   DEPENDENT: tl.constexpr):
+    """float32 [1, BE]: one token's x times gate weights, which are on their way before x is there."""
+    expert, k = first_expert + tl.arange(0, BE), tl.arange(0, BK)
+    gate = tl.load(weight + tl.where(expert < experts, expert, 0)[:, None] * hidden + k[None, :],
+                   mask=k[None, :] < hidden, other=0.0)
+    dependent.wait(DEPENDENT)
+    value = tl.load(x + token.to(tl.int64) * x_stride + k, mask=k < hidden, other=0.0)
+    return tl.sum(gate.to(tl.float32) * value.to(tl.float32)[None, :], 1)[None, :]
+
+
+@triton.jit
+def _matrix_scores(x, weight, first, first_expert, start, end, tokens, experts, hidden, x_stride, BT: tl.constexpr,
+                   BE: tl.constexpr, BK: tl.constexpr, LINES: tl.constexpr, CAST: tl.constexpr,
+                   DEPENDENT: tl.constexpr):
     """float32 [BT, BE]: x times gate weights over channels ``start`` to ``end``."""
     token, expert, k = first + tl.arange(0, BT), first_expert + tl.arange(0, BE), tl.arange(0, BK)
     x_at = x + tl.where(token < tokens, token, 0).to(tl.int64)[:, None] * x_stride + k[None, :]
-    w_at = weight + tl.where(expert < experts, expert, 0)[:, None] * hidden + k[None, :]
-    if BT == 1:
-        parts = tl.zeros((BE, BK), tl.float32)
-        for at in range(start, end, BK):
-            inside = k[None, :] < end - at
-            parts += (tl.load(w_at + at, mask=inside, other=0.0).to(tl.float32)
-                      * tl.load(x_at + at, mask=inside, other=0.0).to(tl.float32))
-        total = tl.sum(parts, 1)[None, :]
-    else:
-        total = tl.zeros((BT, BE), tl.float32)
-        for at in range(start, end, BK):
-            inside = k[None, :] < end - at
-            value = tl.load(x_at + at, mask=inside, other=0.0)
-            gate = tl.load(w_at + at, mask=inside, other=0.0)
-            if CAST:
-                value, gate = value.to(tl.float32), gate.to(tl.float32)
-            total = tl.dot(value, tl.trans(gate), total, input_precision="ieee")
+    rows = weight + tl.where(expert < experts, expert, 0)[:, None] * hidden
+    if DEPENDENT:
+        dependent.fetch(rows + tl.minimum(start + tl.arange(0, LINES) * 64, end - 1)[None, :])
+    dependent.wait(DEPENDENT)
+    total = tl.zeros((BT, BE), tl.float32)
+    for at in range(start, end, BK):
+        inside = k[None, :] < end - at
+        value = tl.load(x_at + at, mask=inside, other=0.0)
+        gate = tl.load(rows + at + k[None, :], mask=inside, other=0.0)
+        if CAST:
+            value, gate = value.to(tl.float32), gate.to(tl.float32)
+        total = tl.dot(value, tl.trans(gate), total, input_precision="ieee")
     return total
 
 
@@ -114,27 +127,45 @@ def _choose(logits, bias, weights, ids, first, tokens, experts, scale, ROWS: tl.
 @triton.jit(do_not_specialize=["tokens"])
 def _route(x, weight, bias, logits, tickets, weights, ids, tokens, experts, hidden, x_stride, scale, split_depth,
            E_BLOCKS: tl.constexpr, SPLITS: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
-           CAST: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, G2: tl.constexpr,
-           PER2: tl.constexpr, TOPK: tl.constexpr, APPENDED: tl.constexpr, OUT2: tl.constexpr, SIGMOID: tl.constexpr,
-           RENORMALIZE: tl.constexpr):
+           LINES: tl.constexpr, CAST: tl.constexpr, CHOOSE: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
+           TOPK_GROUPS: tl.constexpr, G2: tl.constexpr, PER2: tl.constexpr, TOPK: tl.constexpr,
+           APPENDED: tl.constexpr, OUT2: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr,
+           DEPENDENT: tl.constexpr):
+    dependent.begin(DEPENDENT)
     part, block = tl.program_id(0), tl.program_id(1)
     first, first_expert, split = block * BT, part % E_BLOCKS * BE, part // E_BLOCKS
     start = split * split_depth
-    total = _scores(x, weight, first, first_expert, start, tl.minimum(start + split_depth, hidden), tokens, experts,
-                    hidden, x_stride, BT, BE, BK, CAST)
+    if BT == 1:
+        total = _vector_scores(x, weight, first, first_expert, experts, hidden, x_stride, BE, BK, DEPENDENT)
+    else:
+        total = _matrix_scores(x, weight, first, first_expert, start, tl.minimum(start + split_depth, hidden), tokens,
+                               experts, hidden, x_stride, BT, BE, BK, LINES, CAST, DEPENDENT)
     token, expert = first + tl.arange(0, BT), first_expert + tl.arange(0, BE)
     at = (tokens.to(tl.int64) * split + token)[:, None] * experts + expert[None, :]
     tl.store(logits + at, total, mask=(token < tokens)[:, None] & (expert < experts)[None, :])
-    tl.debug_barrier()
-    ticket = 0
-    if E_BLOCKS * SPLITS > 1:
-        ticket = tl.atomic_add(tickets + block, 1, sem="acq_rel")
-    if ticket == E_BLOCKS * SPLITS - 1:
+    if CHOOSE:
+        tl.debug_barrier()
+        ticket = 0
         if E_BLOCKS * SPLITS > 1:
-            tl.store(tickets + block, 0)
-        for past in range(0, BT, ROWS):
-            _choose(logits, bias, weights, ids, first + past, tokens, experts, scale, ROWS, SPLITS, GROUPS,
-                    TOPK_GROUPS, G2, PER2, TOPK, APPENDED, OUT2, SIGMOID, RENORMALIZE)
+            ticket = tl.atomic_add(tickets + block, 1, sem="acq_rel")
+        if ticket == E_BLOCKS * SPLITS - 1:
+            if E_BLOCKS * SPLITS > 1:
+                tl.store(tickets + block, 0)
+            for past in range(0, BT, ROWS):
+                _choose(logits, bias, weights, ids, first + past, tokens, experts, scale, ROWS, SPLITS, GROUPS,
+                        TOPK_GROUPS, G2, PER2, TOPK, APPENDED, OUT2, SIGMOID, RENORMALIZE)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _choose_each(logits, bias, weights, ids, tokens, experts, scale, SPLITS: tl.constexpr, GROUPS: tl.constexpr,
+                 TOPK_GROUPS: tl.constexpr, G2: tl.constexpr, PER2: tl.constexpr, TOPK: tl.constexpr,
+                 APPENDED: tl.constexpr, OUT2: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr,
+                 DEPENDENT: tl.constexpr):
+    """One program a token."""
+    dependent.begin(DEPENDENT)
+    dependent.wait(DEPENDENT)
+    _choose(logits, bias, weights, ids, tl.program_id(0), tokens, experts, scale, 1, SPLITS, GROUPS, TOPK_GROUPS, G2,
+            PER2, TOPK, APPENDED, OUT2, SIGMOID, RENORMALIZE)
 
 
 @cache
@@ -145,10 +176,10 @@ def _tickets(device: torch.device) -> Tensor:
 
 def _blocks(tokens: int, experts: int, hidden: int) -> tuple[int, int, int, int]:
     """(tokens, experts and channels of a block, splits of the depth)."""
-    wide = triton.next_power_of_2(experts)
-    if tokens <= VECTOR:
-        return 1, 2, min(1024, triton.next_power_of_2(hidden)), 1
-    depth = min(128, max(16, triton.next_power_of_2(hidden)))
+    wide, deep = triton.next_power_of_2(experts), triton.next_power_of_2(hidden)
+    if tokens <= VECTOR and deep <= DEEPEST:
+        return 1, 1, deep, 1
+    depth = min(128, max(16, deep))
     if tokens >= WIDE:
         return 64, min(128, max(16, wide)), min(64, depth), 1
     rows, columns = 16, min(32, max(16, wide))
@@ -177,10 +208,14 @@ def route(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, groups: int, t
                 else (1, triton.next_power_of_2(experts)))
     e_blocks, blocks = triton.cdiv(experts, be), triton.cdiv(tokens, bt)
     assert blocks <= TICKETS, "more tokens than a step may hold"
+    at_once = bt == 1 or (not grouped and experts <= AT_ONCE)
+    choice = dict(GROUPS=groups if grouped else 1, TOPK_GROUPS=topk_groups if grouped else 1, G2=g2, PER2=per2, TOPK=k,
+                  APPENDED=appended, OUT2=triton.next_power_of_2(k + appended), SIGMOID=bias is not None,
+                  RENORMALIZE=renormalize, SPLITS=splits, **dependent.options())
     _route[(e_blocks * splits, blocks)](
         x, weight, bias, logits, _tickets(x.device), weights, ids, tokens, experts, hidden, x.stride(0), scale,
-        split_depth, E_BLOCKS=e_blocks, SPLITS=splits, BT=bt, BE=be, BK=bk, CAST=x.dtype != weight.dtype,
-        ROWS=min(bt, 16), GROUPS=groups if grouped else 1, TOPK_GROUPS=topk_groups if grouped else 1, G2=g2, PER2=per2,
-        TOPK=k, APPENDED=appended, OUT2=triton.next_power_of_2(k + appended), SIGMOID=bias is not None,
-        RENORMALIZE=renormalize)
+        split_depth, E_BLOCKS=e_blocks, BT=bt, BE=be, BK=bk, LINES=triton.next_power_of_2(triton.cdiv(split_depth, 64)),
+        CAST=x.dtype != weight.dtype, CHOOSE=at_once, ROWS=min(bt, 16), **choice)
+    if not at_once:
+        _choose_each[(tokens,)](logits, bias, weights, ids, tokens, experts, scale, num_warps=1, **choice)
     return weights, ids
