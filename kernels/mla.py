@@ -107,7 +107,7 @@ def gather(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
 
 def paged_latent_reference(query: Tensor, kv: Tensor, page_table: Tensor, kv_lens: Tensor, scale: float, page_size: int,
                            lora: int, first_key: int = 0, tree: Tensor | None = None) -> Tensor:
-    """Absorbed queries [B * W, H, C + P] over the paged cache kv [slots, C + P], row by row in float64 -> [B * W, H, C].
+    """Absorbed queries [B * W, H, C + P] over the cache kv [slots, C + P], row by row in float64 -> [B * W, H, C].
 
     page_table int [B, pages], kv_lens int [B]. A row's last query sees its keys from ``first_key`` on, each one before
     it one less; with ``tree`` int64 [B, W], of the row's W own tokens, which end its keys, a query sees those whose bit

@@ -1,9 +1,9 @@
 """Latent attention over a paged cache, few query tokens a row: decode, verify and draft steps of MLA.
 
-One key head of C + R numbers serves every query head and its first C numbers are the value too, so a tile of the cache is
-loaded once and multiplied twice, and the query heads of a row (times its query tokens) fill a block of the tensor cores.
-The cache of a row is divided among ``splits`` programs whose partial results ``mla_merge`` joins; the grid depends on the
-padded batch only, lengths are read on the device (FlashDecoding; FlashMLA's tiling is DeepSeek-AI, 2025).
+One key head of C + R numbers serves every query head and its first C numbers are the value too, so a tile of the cache
+is loaded once and multiplied twice, and the query heads of a row (times its query tokens) fill a block of the tensor
+cores. The cache of a row is divided among ``splits`` programs whose partial results ``mla_merge`` joins; the grid
+depends on the padded batch only, lengths are read on the device (FlashDecoding, Dao 2023; FlashMLA, DeepSeek-AI 2025).
 """
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from glowplug.kernels.triton import dependent
 from glowplug.kernels.triton.mla_merge import merge
 
 MULTIPROCESSORS = 132  #: of an H200
@@ -21,9 +22,8 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def _visible(pos, own, length, end, width, first_key, tree, TREE: tl.constexpr):
-    """[M, N]: which keys at ``pos`` [N] the query tokens ``own`` [M] see."""
-    begin = length - width  # of the row's own tokens
+def _visible(pos, begin, own, tree, first_key, end, TREE: tl.constexpr):
+    """[M, N]: which keys at ``pos`` [N] the query tokens ``own`` [M] see; the row's own tokens begin at ``begin``."""
     if TREE:
         mine = (pos - begin)[None, :]
         seen = (mine < 0) | ((tree[:, None] >> tl.maximum(mine, 0).to(tl.int64)) & 1 != 0)
@@ -41,18 +41,41 @@ def _part(at, filled, C: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr):
     return tl.load(at[:, None] + c[None, :], mask=filled[:, None] & (c[None, :] < C), other=0.0)
 
 
+@triton.jit
+def _entries(kv, table, n0, n, end, kv_stride: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Pointers [N] to the cache entries of positions ``n0 + n`` of the row whose pages are at ``table``."""
+    if PAGE % BLOCK_N == 0:
+        slot = (tl.load(table + n0 // PAGE) * PAGE + n0 % PAGE).to(tl.int64)
+        return kv + slot * kv_stride + n * kv_stride
+    pos = n0 + n
+    page = tl.load(table + pos // PAGE, mask=pos < end, other=0)
+    return kv + (page * PAGE + pos % PAGE).to(tl.int64) * kv_stride
+
+
+@triton.jit
+def _weights(scores, top, total):
+    """Softmax goes on over one more tile: its weights, what is kept of the sums so far, and top and total after it."""
+    higher = tl.maximum(top, tl.max(scores, axis=1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp2(scores - base[:, None])
+    kept = tl.exp2(top - base)[:, None]
+    return weights, kept, higher, total * kept + weights
+
+
 @triton.jit(do_not_specialize=["splits", "first_key", "width", "table_stride"])
 def mla_decode_kernel(query, kv, page_table, kv_lens, tree_mask, out, lse, scale, kv_scale, splits, first_key, width,
                       heads, table_stride, kv_stride: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
                       BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
                       BLOCK_N: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-                      TREE: tl.constexpr, PRECISION: tl.constexpr):
+                      TREE: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr):
     """A program: ``BLOCK_M`` (query token, head) pairs of a row, one split of its keys.
 
-    Softmax in base 2: ``scale`` carries log2(e) and the cache's scale. Writes ``out`` at [pair, C] if there is one split,
-    else float32 at [pair, split, C], and ``lse`` (base 2) at [pair, split]. The latent lies in ``PARTS`` tiles of
-    ``BLOCK_C``: short products that do not wait for each other.
+    Softmax in base 2: ``scale`` carries log2(e) and the cache's scale. Writes ``out`` at [pair, C] if there is one
+    split, else float32 at [pair, split, C], and ``lse`` (base 2) at [pair, split]. The latent lies in ``PARTS`` tiles
+    of ``BLOCK_C``: short products that do not wait for each other.
     """
+    dependent.begin(DEPENDENT)
+    dependent.wait(DEPENDENT)
     block, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(kv_lens + row)
     each = tl.cdiv(tl.cdiv(length, BLOCK_N), splits) * BLOCK_N
@@ -74,17 +97,10 @@ def mla_decode_kernel(query, kv, page_table, kv_lens, tree_mask, out, lse, scale
     tree = tl.load(tree_mask + row * width + own, mask=real, other=1) if TREE else own
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    table = page_table + row * table_stride
     n = tl.arange(0, BLOCK_N)
     for n0 in tl.range(start, end, BLOCK_N, num_stages=STAGES):
-        pos = n0 + n
-        filled = (pos >= first_key) & (pos < end)
-        if PAGE % BLOCK_N == 0:
-            slot = (tl.load(table + n0 // PAGE) * PAGE + n0 % PAGE).to(tl.int64)
-            entry = kv + slot * kv_stride + n * kv_stride
-        else:
-            page = tl.load(table + pos // PAGE, mask=pos < end, other=0)
-            entry = kv + (page * PAGE + pos % PAGE).to(tl.int64) * kv_stride
+        filled = (n0 + n >= first_key) & (n0 + n < end)
+        entry = _entries(kv, page_table + row * table_stride, n0, n, end, kv_stride, PAGE, BLOCK_N)
         latent = ()
         for part in tl.static_range(PARTS):
             latent = latent + (_part(entry, filled, C, BLOCK_C, part * BLOCK_C).to(q_r.dtype),)
@@ -93,19 +109,13 @@ def mla_decode_kernel(query, kv, page_table, kv_lens, tree_mask, out, lse, scale
         scores = tl.dot(q_r, tl.trans(rope), input_precision=PRECISION) * scale
         for part in tl.static_range(PARTS):
             scores += tl.dot(q_c[part], tl.trans(latent[part]), input_precision=PRECISION) * scale
-        seen = _visible(pos, own, length, end, width, first_key, tree, TREE)
-        scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, axis=1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(scores - base[:, None])
-        kept = tl.exp2(top - base)[:, None]
-        total = total * kept + weights
-        weights = weights.to(q_r.dtype)
+        seen = _visible(n0 + n, length - width, own, tree, first_key, end, TREE)
+        weights, kept, top, total = _weights(tl.where(seen, scores, float("-inf")), top, total)
         summed = ()
         for part in tl.static_range(PARTS):
-            summed = summed + (tl.dot(weights, latent[part], acc[part] * kept, input_precision=PRECISION),)
+            summed = summed + (tl.dot(weights.to(q_r.dtype), latent[part], acc[part] * kept,
+                                      input_precision=PRECISION),)
         acc = summed
-        top = higher
     norm = tl.sum(total, axis=1)
     inverse = (kv_scale / tl.where(norm == 0.0, 1.0, norm))[:, None]
     line = at * splits + split
@@ -156,8 +166,8 @@ def mla_decode(query: Tensor, kv: Tensor, page_table: Tensor, kv_lens: Tensor, s
     """Absorbed queries [B * W, H, C + R] over the cache kv [slots, C + R] -> [B * W, H, C] in the query's dtype.
 
     page_table int32 [B, P], kv_lens int32 [B] on the device; W is what B leaves of the tokens. Query token i of a row
-    sees the keys from ``first_key`` to the row's last but W - 1 - i, or with ``tree`` int64 [B, W] those before the row's
-    W own tokens, and own token j where bit j is set. ``kv_scale``: what numbers of an FP8 cache are multiplied by.
+    sees the keys from ``first_key`` to the row's last but W - 1 - i, or with ``tree`` int64 [B, W] those before the
+    row's W own tokens, and own token j where bit j is set. ``kv_scale`` multiplies what an FP8 cache holds.
     """
     tokens, heads, size = query.shape
     rows, splits = kv_lens.shape[0], cut.splits
@@ -174,7 +184,7 @@ def mla_decode(query: Tensor, kv: Tensor, page_table: Tensor, kv_lens: Tensor, s
     rest = (page_table, kv_lens, tree if tree is not None else kv_lens, partial, lse, scale * kv_scale * LOG2_E)
     shape = (splits, first_key, width, heads, page_table.stride(0))
     same = {"C": lora, "R": size - lora, "BLOCK_M": cut.block_m, "PAGE": page_size, "SPLIT": splits > 1,
-            "TREE": tree is not None, "num_warps": cut.warps}
+            "TREE": tree is not None, "num_warps": cut.warps, **dependent.options()}
     if cut.ring:
         from glowplug.kernels.triton import mla_decode_hopper as hopper
 

@@ -1,5 +1,5 @@
-"""Latent attention over a paged cache on Hopper, in Gluon: what ``mla_decode`` computes, with the copies and products of
-this one architecture under control.
+"""Latent attention over a paged cache on Hopper, in Gluon: what ``mla_decode`` computes, with the copies and products
+of this one architecture under control.
 
 A ring of two tiles of 64 keys is refilled by the tensor memory accelerator as soon as a tile is done with, so that
 memory never waits for arithmetic. Few pairs of query token and head (up to 32) are the columns of the score tile, whose
@@ -18,6 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from glowplug.kernels.triton import dependent
 
 copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 TILE = gl.constexpr(64)  #: keys
@@ -45,16 +47,123 @@ def _clear(tile, low, high, COLUMNS: gl.constexpr):
         part.store(gl.where(kept[:, None], value, gl.zeros_like(value)))
 
 
+@gluon.constexpr_function
+def _score_layout(block_m, warps):
+    """Keys are rows if there are few pairs, else columns that two warp groups share."""
+    if block_m < 64:
+        return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, block_m, 16])
+    return gl.NVMMADistributedLayout([3, 0], [4, warps // 4], [16, 64 // (warps // 4), 16])
+
+
+@gluon.constexpr_function
+def _sum_layout(block_m, columns, warps):
+    if block_m < 64:
+        return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, block_m, 16])
+    return gl.NVMMADistributedLayout([3, 0], [4, warps // 4], [16, min(256, columns // (warps // 4)), 16])
+
+
+@gluon.jit
+def _ring(latent_at, rope_at, table, start, tiles, C: gl.constexpr, R: gl.constexpr, PAGE: gl.constexpr):
+    """Shared memory for the tiles, with the first of them on their way: latents, rotary parts and their barriers."""
+    latent = gl.allocate_shared_memory(latent_at.dtype, [RING, TILE, C], latent_at.layout)
+    rope = gl.allocate_shared_memory(latent_at.dtype, [RING, TILE, R], rope_at.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(RING):
+        mbarrier.init(ready.index(i), count=1)
+    fence_async_shared()
+    for i in gl.static_range(RING):
+        if i < tiles:
+            first = start + i * TILE
+            _fetch(latent_at, rope_at, gl.load(table + first // PAGE), first, latent.index(i), rope.index(i),
+                   ready.index(i), PAGE)
+    return latent, rope, ready
+
+
+@gluon.jit
+def _queries(query, first, pairs, dtype: gl.constexpr, C: gl.constexpr, R: gl.constexpr, BLOCK_M: gl.constexpr):
+    """Pairs ``first`` and following of a row's ``pairs``, at ``query``, in shared memory: [M, C] and [M, R]."""
+    flat: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    pair = first + gl.arange(0, BLOCK_M, gl.SliceLayout(1, flat))
+    at = query + pair[:, None] * (C + R)
+    c, r = gl.arange(0, C, gl.SliceLayout(0, flat)), gl.arange(0, R, gl.SliceLayout(0, flat))
+    real = (pair < pairs)[:, None]
+    q_c = gl.allocate_shared_memory(dtype, [BLOCK_M, C], shared, gl.load(at + c[None, :], mask=real, other=0.0))
+    q_r = gl.allocate_shared_memory(dtype, [BLOCK_M, R], shared, gl.load(at + C + r[None, :], mask=real, other=0.0))
+    return q_c, q_r
+
+
+@gluon.jit
+def _scores(q_c, q_r, latent, rope, blank, SWAP: gl.constexpr):
+    if SWAP:
+        scores = warpgroup_mma(latent, q_c.permute((1, 0)), blank, use_acc=False)
+        return warpgroup_mma(rope, q_r.permute((1, 0)), scores)
+    else:
+        scores = warpgroup_mma(q_c, latent.permute((1, 0)), blank, use_acc=False)
+        return warpgroup_mma(q_r, rope.permute((1, 0)), scores)
+
+
+@gluon.jit
+def _visible(pos, begin, own, tree, first_key, end, AXIS: gl.constexpr, TREE: gl.constexpr):
+    """Which keys at ``pos`` [N] the query tokens ``own`` [M] see; the row's own tokens begin at ``begin``."""
+    key = gl.expand_dims(pos, 1 - AXIS)
+    if TREE:
+        bits = gl.expand_dims(tree, AXIS) >> gl.maximum(key - begin, 0).to(gl.int64)
+        seen = (key < begin) | ((bits & 1) != 0)
+    else:
+        seen = key <= gl.expand_dims(begin + own, AXIS)
+    return seen & (key >= first_key) & (key < end)
+
+
+@gluon.jit
+def _weights(scores, top, total, AXIS: gl.constexpr):
+    """Softmax goes on over one more tile: its weights, what is kept of the sums so far, and top and total after it."""
+    higher = gl.maximum(top, gl.max(scores, AXIS))
+    base = gl.where(higher == float("-inf"), 0.0, higher)
+    weights = gl.exp2(scores - gl.expand_dims(base, AXIS))
+    kept = gl.exp2(top - base)
+    return weights, kept, higher, total * gl.expand_dims(kept, AXIS) + weights
+
+
+@gluon.jit
+def _add(acc, kept, weights, p_smem, latent, AXIS: gl.constexpr):
+    """acc * kept + the tile's values by their weights."""
+    p_smem.store(weights.to(p_smem.dtype))
+    acc = acc * gl.expand_dims(gl.convert_layout(kept, gl.SliceLayout(AXIS, acc.type.layout)), AXIS)
+    fence_async_shared()
+    if AXIS == 0:
+        return warpgroup_mma(latent.permute((1, 0)), p_smem, acc)
+    else:
+        return warpgroup_mma(p_smem, latent, acc)
+
+
+@gluon.jit
+def _store(out, acc, norm, line, real, C: gl.constexpr, AXIS: gl.constexpr):
+    """out[line] = acc / norm."""
+    layout: gl.constexpr = acc.type.layout
+    side: gl.constexpr = gl.SliceLayout(AXIS, layout)
+    inverse = gl.convert_layout(1.0 / gl.where(norm == 0.0, 1.0, norm), side)
+    at = gl.expand_dims(gl.convert_layout(line, side) * C, AXIS) + gl.expand_dims(
+        gl.arange(0, C, gl.SliceLayout(1 - AXIS, layout)), 1 - AXIS)
+    mask = gl.expand_dims(gl.convert_layout(real.to(gl.int32), side) != 0, AXIS) & (at >= 0)
+    gl.store(out + at, (acc * gl.expand_dims(inverse, AXIS)).to(out.dtype.element_ty), mask=mask)
+
+
 @gluon.jit(do_not_specialize=["splits", "first_key", "width", "table_stride"])
-def mla_decode_hopper_kernel(query, latent_at, rope_at, page_table, kv_lens, tree_mask, out, lse, scale, splits, first_key,
-                             width, heads, table_stride, C: gl.constexpr, R: gl.constexpr, BLOCK_M: gl.constexpr,
-                             PAGE: gl.constexpr, SPLIT: gl.constexpr, TREE: gl.constexpr):
-    """As ``mla_decode_kernel``, with the same arguments; ``latent_at`` and ``rope_at`` describe the cache [slots, C + R]
-    in tiles of 64 rows of C and of R numbers."""
-    SWAP: gl.constexpr = BLOCK_M < 64
-    AXIS: gl.constexpr = 0 if SWAP else 1  # along which keys lie
-    WARPS: gl.constexpr = gl.num_warps()
+def mla_decode_hopper_kernel(query, latent_at, rope_at, page_table, kv_lens, tree_mask, out, lse, scale, splits,
+                             first_key, width, heads, table_stride, C: gl.constexpr, R: gl.constexpr,
+                             BLOCK_M: gl.constexpr, PAGE: gl.constexpr, SPLIT: gl.constexpr, TREE: gl.constexpr,
+                             DEPENDENT: gl.constexpr):
+    """As ``mla_decode_kernel``, with the same arguments; ``latent_at`` and ``rope_at`` describe the cache
+    [slots, C + R] in tiles of 64 rows of C and of R numbers."""
+    AXIS: gl.constexpr = 0 if BLOCK_M < 64 else 1  # along which keys lie
+    s_layout: gl.constexpr = _score_layout(BLOCK_M, gl.num_warps())
+    o_layout: gl.constexpr = _sum_layout(BLOCK_M, C, gl.num_warps())
+    p_layout: gl.constexpr = gl.NVMMASharedLayout(min(BLOCK_M * 2, 128), 16, 2)
     dtype: gl.constexpr = latent_at.dtype
+    m_layout: gl.constexpr = gl.SliceLayout(AXIS, s_layout)
+    dependent.begin(DEPENDENT)
+    dependent.wait(DEPENDENT)
     block, row, split = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     length = gl.load(kv_lens + row)
     each = gl.cdiv(gl.cdiv(length, TILE), splits) * TILE
@@ -65,108 +174,44 @@ def mla_decode_hopper_kernel(query, latent_at, rope_at, page_table, kv_lens, tre
             return
     tiles = gl.cdiv(end - start, TILE)
     table = page_table + row * table_stride
-
-    latent = gl.allocate_shared_memory(dtype, [RING, TILE, C], latent_at.layout)
-    rope = gl.allocate_shared_memory(dtype, [RING, TILE, R], rope_at.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(RING):
-        mbarrier.init(ready.index(i), count=1)
-    fence_async_shared()
-    for i in gl.static_range(RING):
-        if i < tiles:
-            first = start + i * TILE
-            _fetch(latent_at, rope_at, gl.load(table + first // PAGE), first, latent.index(i), rope.index(i),
-                   ready.index(i), PAGE)
-
-    flat: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
-    pair = block * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, flat))
-    q_at = query + (row * width * heads + pair).to(gl.int64)[:, None] * (C + R)
-    c, r = gl.arange(0, C, gl.SliceLayout(0, flat)), gl.arange(0, R, gl.SliceLayout(0, flat))
-    real = (pair < width * heads)[:, None]
-    q_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    q_c = gl.allocate_shared_memory(dtype, [BLOCK_M, C], q_layout, gl.load(q_at + c[None, :], mask=real, other=0.0))
-    q_r = gl.allocate_shared_memory(dtype, [BLOCK_M, R], q_layout, gl.load(q_at + C + r[None, :], mask=real, other=0.0))
-
-    if SWAP:
-        s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
-        o_layout: gl.constexpr = s_layout
-        p_layout: gl.constexpr = gl.NVMMASharedLayout(BLOCK_M * 2, 16, 2)
-        weights_smem = gl.allocate_shared_memory(dtype, [TILE, BLOCK_M], p_layout)
+    pairs = width * heads
+    line = row.to(gl.int64) * pairs  # of the row's first pair
+    latent, rope, ready = _ring(latent_at, rope_at, table, start, tiles, C, R, PAGE)
+    q_c, q_r = _queries(query + line * (C + R), block * BLOCK_M, pairs, dtype, C, R, BLOCK_M)
+    if AXIS == 0:
+        p_smem = gl.allocate_shared_memory(dtype, [TILE, BLOCK_M], p_layout)
         acc = gl.zeros([C, BLOCK_M], gl.float32, o_layout)
-        none = gl.zeros([TILE, BLOCK_M], gl.float32, s_layout)
+        blank = gl.zeros([TILE, BLOCK_M], gl.float32, s_layout)
     else:
-        s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, TILE // (WARPS // 4), 16])
-        o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, 256, 16])
-        p_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-        weights_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, TILE], p_layout)
+        p_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, TILE], p_layout)
         acc = gl.zeros([BLOCK_M, C], gl.float32, o_layout)
-        none = gl.zeros([BLOCK_M, TILE], gl.float32, s_layout)
-    m_layout: gl.constexpr = gl.SliceLayout(AXIS, s_layout)
-    mine = block * BLOCK_M + gl.arange(0, BLOCK_M, m_layout)
-    own = mine // heads
-    last = length - width + own
-    tree = gl.zeros_like(own).to(gl.int64)
-    if TREE:
-        tree = gl.load(tree_mask + row * width + own, mask=mine < width * heads, other=1)
-    top = gl.full([BLOCK_M], float("-inf"), gl.float32, m_layout)
-    total = none
+        blank = gl.zeros([BLOCK_M, TILE], gl.float32, s_layout)
+    pair = block * BLOCK_M + gl.arange(0, BLOCK_M, m_layout)
+    own = pair // heads
+    tree = gl.load(tree_mask + row * width + own, mask=pair < pairs, other=1) if TREE else own
+    top, total = gl.full([BLOCK_M], float("-inf"), gl.float32, m_layout), blank
     n = gl.arange(0, TILE, gl.SliceLayout(1 - AXIS, s_layout))
-
     for tile in range(tiles):
-        stage, phase = tile % RING, (tile // RING) & 1
-        n0 = start + tile * TILE
-        ahead = n0 + RING * TILE
-        more = tile + RING < tiles
+        stage, n0 = tile % RING, start + tile * TILE
+        ahead, more = n0 + RING * TILE, tile + RING < tiles
         page = gl.load(table + ahead // PAGE, mask=more, other=0)
         here, here_r = latent.index(stage), rope.index(stage)
-        mbarrier.wait(ready.index(stage), phase)
+        mbarrier.wait(ready.index(stage), (tile // RING) & 1)
         if (n0 < first_key) | (n0 + TILE > end):
             _clear(here, first_key - n0, end - n0, C)
             _clear(here_r, first_key - n0, end - n0, R)
             fence_async_shared()
-        if SWAP:
-            scores = warpgroup_mma(here, q_c.permute((1, 0)), none, use_acc=False)
-            scores = warpgroup_mma(here_r, q_r.permute((1, 0)), scores)
-        else:
-            scores = warpgroup_mma(q_c, here.permute((1, 0)), none, use_acc=False)
-            scores = warpgroup_mma(q_r, here_r.permute((1, 0)), scores)
-        pos = gl.expand_dims(n0 + n, 1 - AXIS)
-        if TREE:
-            index = pos - (length - width)
-            bits = gl.expand_dims(tree, AXIS) >> gl.maximum(index, 0).to(gl.int64)
-            seen = (index < 0) | ((bits & 1) != 0)
-        else:
-            seen = pos <= gl.expand_dims(last, AXIS)
-        seen = seen & (pos >= first_key) & (pos < end)
-        scores = gl.where(seen, scores * scale, float("-inf"))
-        higher = gl.maximum(top, gl.max(scores, AXIS))
-        base = gl.where(higher == float("-inf"), 0.0, higher)
-        weights = gl.exp2(scores - gl.expand_dims(base, AXIS))
-        kept = gl.exp2(top - base)
-        total = total * gl.expand_dims(kept, AXIS) + weights
-        top = higher
-        weights_smem.store(weights.to(dtype))
-        acc = acc * gl.expand_dims(gl.convert_layout(kept, gl.SliceLayout(AXIS, o_layout)), AXIS)
-        fence_async_shared()
-        if SWAP:
-            acc = warpgroup_mma(here.permute((1, 0)), weights_smem, acc)
-        else:
-            acc = warpgroup_mma(weights_smem, here, acc)
+        scores = _scores(q_c, q_r, here, here_r, blank, AXIS == 0)
+        seen = _visible(n0 + n, length - width, own, tree, first_key, end, AXIS, TREE)
+        weights, kept, top, total = _weights(gl.where(seen, scores * scale, float("-inf")), top, total, AXIS)
+        acc = _add(acc, kept, weights, p_smem, here, AXIS)
         gl.thread_barrier()
         if more:
             _fetch(latent_at, rope_at, page, ahead, here, here_r, ready.index(stage), PAGE)
-
-    norm = gl.sum(total, AXIS)
-    line = (row * width * heads + mine).to(gl.int64) * splits + split
+    at, norm = (line + pair) * splits + split, gl.sum(total, AXIS)
     if SPLIT:
-        gl.store(lse + line, top + gl.log2(norm), mask=mine < width * heads)
-    inverse = gl.convert_layout(1.0 / gl.where(norm == 0.0, 1.0, norm), gl.SliceLayout(AXIS, o_layout))
-    o_line = gl.convert_layout(line, gl.SliceLayout(AXIS, o_layout))
-    o_real = gl.convert_layout(mine, gl.SliceLayout(AXIS, o_layout)) < width * heads
-    target = gl.expand_dims(o_line * C, AXIS) + gl.expand_dims(
-        gl.arange(0, C, gl.SliceLayout(1 - AXIS, o_layout)), 1 - AXIS)
-    result = (acc * gl.expand_dims(inverse, AXIS)).to(out.dtype.element_ty)
-    gl.store(out + target, result, mask=gl.expand_dims(o_real, AXIS) & (target >= 0))
+        gl.store(lse + at, top + gl.log2(norm), mask=pair < pairs)
+    _store(out, acc, norm, at, pair < pairs, C, AXIS)
 
 
 def described(kv: Tensor, lora: int) -> tuple[TensorDescriptor, TensorDescriptor]:

@@ -4,20 +4,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
+
+from glowplug.kernels.triton import dependent
 
 
 @triton.jit(do_not_specialize=["pairs", "splits"])
 def mla_merge_kernel(partial, lse, kv_lens, out, pairs, splits, C: tl.constexpr, BLOCK_D: tl.constexpr,
-                     BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr):
+                     BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr):
     """A program: ``BLOCK_D`` numbers of one (query token, head) pair; ``pairs`` of a row lie side by side.
 
-    partial float32 [pair, split, C], lse float32 [pair, split] in base 2 -> out [pair, C]. How many splits of a row hold
-    anything follows from its length as in the kernel before. ``EARLY``: launched while that one ends, so it waits.
+    partial float32 [pair, split, C], lse float32 [pair, split] in base 2 -> out [pair, C].
+    How many splits of a row hold anything follows from its length as in the kernel before.
     """
     pair, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if EARLY:
-        gdc_wait()
+    dependent.begin(DEPENDENT)
+    dependent.wait(DEPENDENT)
     length = tl.load(kv_lens + pair // pairs)
     tiles = tl.cdiv(length, BLOCK_N)
     count = tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, splits), 1))
@@ -43,7 +44,6 @@ def merge(partial: Tensor, lse: Tensor, kv_lens: Tensor, out: Tensor, pairs: int
     tokens, heads, splits, size = partial.shape
     padded = triton.next_power_of_2(splits)
     block_d = min(128, triton.next_power_of_2(size))
-    early = partial.is_cuda
     mla_merge_kernel[(tokens * heads, triton.cdiv(size, block_d))](
         partial, lse, kv_lens, out, pairs, splits, C=size, BLOCK_D=block_d, BLOCK_N=block_n, BLOCK_S=padded,
-        CHUNK=min(16, padded), EARLY=early, num_warps=4, **({"launch_pdl": True} if early else {}))
+        CHUNK=min(16, padded), num_warps=4, **dependent.options())

@@ -8,7 +8,7 @@ from torch import Tensor
 from glowplug.core.batch import Batch
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import MlaLayer, Worker
-from glowplug.kernels.triton.mla_decode import mla_decode, tiling
+from glowplug.kernels.triton.mla_decode import mla_decode, ring_fits, tiling
 from glowplug.kernels.triton.mla_prefill import mla_prefill
 from glowplug.plugins.attention.paged_mla import PagedMla
 from glowplug.plugins.attention.ragged import RaggedCall
@@ -42,7 +42,8 @@ class TritonMla(PagedMla):
     def decode(self, query: Tensor, kv: Tensor, scale: float, layer: MlaLayer) -> Tensor:
         rows = self._rows
         assert rows is not None
-        cut = tiling(len(rows.lens), rows.width, layer.heads, self._context, query.element_size())
+        ring = ring_fits(query.dtype, kv.dtype, self._page_size, layer.lora_rank, layer.rope_dim, query.device)
+        cut = tiling(len(rows.lens), rows.width, layer.heads, self._context, query.element_size(), ring)
         return mla_decode(query, kv, rows.page_table, rows.lens, scale, self._page_size, layer.lora_rank, cut,
                           rows.first_key, rows.tree)
 

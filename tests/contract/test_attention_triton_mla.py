@@ -1,8 +1,6 @@
 """``triton_mla`` passes the attention slot's suite: interpreted, on a GPU, over long prefixes, with an FP8 cache."""
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -12,9 +10,10 @@ from glowplug.core.testing.attention_suite import MlaSuite
 from glowplug.core.testing.paged_world import Row, make_world
 from glowplug.kernels import mla
 from glowplug.plugins.attention.triton_mla import TritonMlaOptions
+from tests.contract.gpu_mla import GpuMlaSuite
 
 pytest.importorskip("triton")
-from glowplug.plugins.attention.triton_mla_runtime import TritonMla  # noqa: E402
+from glowplug.plugins.attention.triton_mla_runtime import TritonMla
 
 
 class Suite(MlaSuite):
@@ -23,7 +22,6 @@ class Suite(MlaSuite):
     merged = True
 
     def make(self, plan: EnginePlan, worker: Worker) -> TritonMla:
-        plan = replace(plan, kv_dtype=str(self.dtype).removeprefix("torch."))
         return TritonMla(TritonMlaOptions(), plan, worker)
 
 
@@ -43,17 +41,26 @@ class TestCudaBfloat16(Suite):
     page_sizes = (1, 16, 64)
 
 
-@pytest.mark.gpu
-class TestCudaOverLongPrefixes(TestCudaBfloat16):
+class Published(GpuMlaSuite):
     def make(self, plan: EnginePlan, worker: Worker) -> TritonMla:
-        made = super().make(plan, worker)
-        made._most_keys = 20
+        made = TritonMla(TritonMlaOptions(), plan, worker)
+        made._most_keys = self.most_keys
         return made
 
 
 @pytest.mark.gpu
-class TestCudaPublishedSizes(TestCudaBfloat16):
-    heads, nope, rope, value, lora = 16, 128, 64, 128, 512
+class TestPublishedSizes(Published):
+    pass
+
+
+@pytest.mark.gpu
+class TestManyHeads(Published):
+    heads, page_sizes = 128, (64,)
+
+
+@pytest.mark.gpu
+class TestFp8Cache(Published):
+    kv_dtype, error = torch.float8_e4m3fn, 2e-2
 
 
 def test_a_tree_in_the_batch_is_read() -> None:

@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
-from glowplug.kernels.triton import mla_decode as kernel  # noqa: E402
-from tests.kernels.test_triton_mla_decode import Case  # noqa: E402
+from glowplug.kernels.triton import mla_decode as kernel
+from tests.kernels.test_triton_mla_decode import Case
 
 pytestmark = pytest.mark.gpu
 SIZES = {"lora": 512, "rope": 64}

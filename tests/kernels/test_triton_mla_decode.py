@@ -11,7 +11,7 @@ from torch import Tensor
 from glowplug.kernels import mla
 
 pytest.importorskip("triton")
-from glowplug.kernels.triton import mla_decode as kernel  # noqa: E402
+from glowplug.kernels.triton import mla_decode as kernel
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -20,8 +20,9 @@ DEVICE = "cuda" if GPU else "cpu"
 class Case:
     """A shuffled paged cache whose slots outside the rows' visible keys hold NaN, and queries over it."""
 
-    def __init__(self, lengths: list[int], width: int = 1, heads: int = 3, lora: int = 32, rope: int = 16, page: int = 16,
-                 dtype: torch.dtype = torch.float32, first_key: int = 0, seed: int = 0, spare: int = 0) -> None:
+    def __init__(self, lengths: list[int], width: int = 1, heads: int = 3, lora: int = 32, rope: int = 16,
+                 page: int = 16, dtype: torch.dtype = torch.float32, first_key: int = 0, seed: int = 0,
+                 spare: int = 0) -> None:
         rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
         need = [-(-n // page) for n in lengths]
         order = rng.permutation(np.arange(1, 1 + sum(need)))

@@ -8,7 +8,7 @@ from torch import Tensor
 from glowplug.kernels import mla
 
 pytest.importorskip("triton")
-from glowplug.kernels.triton.mla_prefill import mla_prefill  # noqa: E402
+from glowplug.kernels.triton.mla_prefill import mla_prefill
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -65,7 +65,8 @@ def test_half_precision() -> None:
 
 def test_no_tokens() -> None:
     empty = torch.zeros(0, 2, 32, device=DEVICE)
-    out, lse = mla_prefill(empty, empty[..., :16], empty[:, 0, :16], empty[..., :16], starts([0]), starts([0]), 0, 1.0, True)
+    k_rope, none = empty[:, 0, :16], starts([0])
+    out, lse = mla_prefill(empty, empty[..., :16], k_rope, empty[..., :16], none, none, 0, 1.0, True)
     assert out.shape == (0, 2, 16) and lse.shape == (0, 2)
 
 
