@@ -19,6 +19,7 @@ from glowplug.kernels.triton.tuned import Config
 
 BLOCK = 128
 DTYPE = "fp8_w8a8"
+FETCH = 4  #: groups of a few tokens' weights that a program asks for while the kernel in front drains
 
 
 @triton.jit
@@ -160,7 +161,7 @@ def gemm(x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: t
     chosen: dict[str, Any] = dict(config or config_for(rows, columns, depth))
     split, block_n = chosen.pop("SPLIT_K"), chosen["BLOCK_N"]
     chosen["TMA"] = chosen["TMA"] and depth % 16 == 0
-    chosen.setdefault("FETCH", 4 if rows <= chosen["BLOCK_M"] <= 32 else 0)
+    chosen.setdefault("FETCH", FETCH if rows <= chosen["BLOCK_M"] <= 32 else 0)
     held = TensorDescriptor(weight, list(weight.shape), list(weight.stride()), [block_n, BLOCK]) if chosen["TMA"] \
         else weight
     row_scales = w_scales.shape[0] == columns and columns > 1

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from glowplug.kernels.triton import dependent, fp8_quant, tuned
-from glowplug.kernels.triton.fp8_gemm import BLOCK, DTYPE, add_scaled, fetch_weight, load_tile, load_weight
+from glowplug.kernels.triton.fp8_gemm import BLOCK, DTYPE, FETCH, add_scaled, fetch_weight, load_tile, load_weight
 from glowplug.kernels.triton.moe_align import align
 from glowplug.kernels.triton.moe_sum import moe_sum
 from glowplug.kernels.triton.tuned import Config
@@ -169,11 +169,19 @@ def rule(tokens: int, per_token: int, experts: int) -> Config:
             "second": {**each, "BLOCK_N": 128}}
 
 
+def table_name(experts: int, inter: int, hidden: int) -> str:
+    return tuned.file_name(f"E={experts},N={inter},H={hidden}", DTYPE, (BLOCK, BLOCK))
+
+
+def fetch_of(tile: int) -> int:
+    """Groups of the second product's weights to ask for early, where tiles have ``tile`` rows."""
+    return FETCH if tile <= 32 else 0
+
+
 @lru_cache(maxsize=4096)
 def config_for(tokens: int, per_token: int, experts: int, inter: int, hidden: int) -> Config:
     """``first`` and ``second`` product, rows a tile (``BLOCK_M``), and whether the first activates (``FUSE``)."""
-    name = tuned.file_name(f"E={experts},N={inter},H={hidden}", DTYPE, (BLOCK, BLOCK))
-    found = tuned.table(name)
+    found = tuned.table(table_name(experts, inter, hidden))
     return rule(tokens, per_token, experts) if found is None else tuned.nearest(found, tokens)
 
 
@@ -256,5 +264,5 @@ def experts(x: Tensor, x_scales: Tensor, w13: Tensor, scales13: Tensor, w2: Tens
         hidden = product(x, x_scales, w13, scales13, tiles, tile, pairs, per_token, dtype, config["first"])
         inner, inner_scales = fp8_quant.silu_and_mul(hidden)
     y = product(inner, inner_scales, w2, scales2, tiles, tile, pairs, 1, dtype, config["second"], weights,
-                fetch=4 if tile <= 32 else 0)
+                fetch=fetch_of(tile))
     return moe_sum(y, ids)

@@ -22,6 +22,7 @@ from glowplug.core.protocols import (
 )
 from glowplug.kernels import fp8
 from glowplug.kernels.triton import fp8_quant, moe_gemm_fp8
+from glowplug.plugins.quantization import fp8_grouped
 from glowplug.plugins.quantization.block_fp8_runtime import BlockFp8
 from glowplug.plugins.quantization.block_fp8_weights import (
     BLOCK,
@@ -126,6 +127,7 @@ class Fp8ExpertsCuda:
             raise ValueError(f"{shape.prefix}: a slice from channel {shape.inter_start} cuts blocks of {BLOCK}")
         self.shape, self._dtype, self._native = shape, dtype, native
         self.count, self.inter = shape.count + shape.shared, whole_blocks(shape.inter)
+        self._whole = shape.hidden % BLOCK == 0  #: libraries want whole blocks
         kind = {"dtype": torch.float8_e4m3fn, "device": device}
         self.w13 = torch.empty(self.count, 2 * self.inter, shape.hidden, **kind)
         self.w2 = torch.empty(self.count, shape.hidden, self.inter, **kind)
@@ -166,6 +168,8 @@ class Fp8ExpertsCuda:
         tokens, per_token = ids.shape
         if not tokens:
             return torch.empty(0, self.shape.hidden, dtype=self._dtype, device=values.device)
+        held = (self.w13, self.scales13, self.w2, self.scales2)
+        if self._whole and fp8_grouped.pays(tokens, per_token, self.count):
+            return fp8_grouped.experts(values, scales, *held, ids, weights, self._dtype)
         config = moe_gemm_fp8.config_for(tokens, per_token, self.count, self.inter, self.shape.hidden)
-        return moe_gemm_fp8.experts(values, scales, self.w13, self.scales13, self.w2, self.scales2, ids, weights,
-                                    self._dtype, config)
+        return moe_gemm_fp8.experts(values, scales, *held, ids, weights, self._dtype, config)

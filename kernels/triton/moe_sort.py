@@ -1,0 +1,86 @@
+"""Activations in the order of their experts and back: for grouped products that want each expert's rows side by side."""
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from glowplug.kernels.triton import dependent
+from glowplug.kernels.triton.moe_align import Alignment
+
+ROWS = 16  #: a program's
+
+
+@triton.jit(do_not_specialize=["total_pairs", "scale_stride", "to_stride"])
+def _gather(x, x_scales, pairs, filled, values, scales, place, total_pairs, depth, groups, x_stride, scale_stride,
+            to_stride, PER_TOKEN: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr,
+            DEPENDENT: tl.constexpr):
+    dependent.begin(DEPENDENT)
+    dependent.wait(DEPENDENT)
+    first = tl.program_id(0) * ROWS
+    if first >= tl.load(filled):
+        return
+    row = first + tl.arange(0, ROWS)
+    pair = tl.load(pairs + row)
+    real = pair < total_pairs
+    tl.store(place + pair, row, mask=real)
+    token = tl.where(real, pair // PER_TOKEN, 0).to(tl.int64)
+    for start in range(0, depth, WIDTH):
+        column = start + tl.arange(0, WIDTH)
+        inside = real[:, None] & (column < depth)[None, :]
+        value = tl.load(x + token[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
+        tl.store(values + row.to(tl.int64)[:, None] * depth + column[None, :], value, mask=inside)
+    group = tl.arange(0, GROUPS)
+    inside = real[:, None] & (group < groups)[None, :]
+    scale = tl.load(x_scales + group[None, :] * scale_stride + token[:, None], mask=inside, other=0.0)
+    tl.store(scales + group.to(tl.int64)[None, :] * to_stride + row[:, None], scale, mask=inside)
+
+
+@triton.jit
+def _sum(y, place, ids, weights, out, size, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    dependent.begin(DEPENDENT)
+    dependent.wait(DEPENDENT)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    total = tl.zeros([BLOCK], tl.float32)
+    for slot in tl.static_range(WIDTH):
+        pair = token * WIDTH + slot
+        here = tl.load(ids + pair) >= 0
+        row = tl.where(here, tl.load(place + pair), 0).to(tl.int64)
+        part = tl.load(y + row * size + column, mask=inside & here, other=0.0).to(tl.float32)
+        total += part * tl.load(weights + pair)
+    tl.store(out + token * size + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+def gather_rows(x: Tensor, x_scales: Tensor, order: Alignment, pairs: int, per_token: int,
+                ) -> tuple[Tensor, Tensor, Tensor]:
+    """x E4M3 [T, N] and its scales in the order of ``order.sorted_pairs`` [R], and where each pair went.
+
+    Returns values [R, N], scales [R, ceil(N / 128)] with rows side by side, place int32 [T * K]. Rows of padding are
+    not written. R is a multiple of 16.
+    """
+    rows, (tokens, depth) = order.sorted_pairs.shape[0], x.shape
+    groups = x_scales.shape[1]
+    values = torch.empty(rows, depth, dtype=x.dtype, device=x.device)
+    scales = torch.empty(groups, rows, device=x.device)
+    place = torch.empty(pairs, dtype=torch.int32, device=x.device)
+    _gather[(triton.cdiv(rows, ROWS),)](
+        x, x_scales, order.sorted_pairs, order.num_padded, values, scales, place, pairs, depth, groups, x.stride(0),
+        x_scales.stride(1), rows, PER_TOKEN=per_token, ROWS=ROWS, WIDTH=min(1024, triton.next_power_of_2(depth)),
+        GROUPS=triton.next_power_of_2(groups), num_warps=4, **dependent.options())
+    return values, scales.t(), place
+
+
+def sum_placed(y: Tensor, place: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """y [R, H], place int32 [T * K], ids and weights float32 [T, K] -> [T, H]: the weighted sum of a token's rows.
+
+    Float32, in the order of K; rows of experts held elsewhere (-1) are not read.
+    """
+    (tokens, width), size = ids.shape, y.shape[1]
+    out = torch.empty(tokens, size, dtype=y.dtype, device=y.device)
+    block = min(1024, triton.next_power_of_2(size))
+    _sum[(tokens, triton.cdiv(size, block))](y, place, ids, weights, out, size, WIDTH=width, BLOCK=block,
+                                             **dependent.options())
+    return out
