@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 
 from glowplug.kernels.triton import moe_gemm, moe_gemv
-from glowplug.kernels.triton.moe_align import align
+from glowplug.kernels.triton.moe_align import Alignment, align
 from glowplug.kernels.triton.moe_experts import Problem, tile
 from glowplug.kernels.triton.moe_sum import moe_sum
 from glowplug.kernels.triton.tuned import Config
@@ -101,14 +101,14 @@ class Bench:
         ids = torch.cat([ids, always], 1)
         return ids, torch.rand(ids.shape, generator=generator, device=device)
 
-    def rows(self, product: str, tokens: int, aligned: moe_gemm.Alignment | None) -> Tensor:
+    def rows(self, product: str, tokens: int, aligned: Alignment | None) -> Tensor:
         """What ``product`` reads of ``tokens`` tokens."""
         pairs = tokens * self.problem.topk if aligned is None else len(aligned.sorted_pairs)
         rows, depth = (tokens, self.problem.hidden) if product == "up" else (pairs, self.problem.inter)
         return torch.empty(rows, depth, dtype=self.w13.dtype, device=self.w13.device).normal_()
 
     def run(self, product: str, config: Config, x: Tensor, ids: Tensor, weights: Tensor,
-            aligned: moe_gemm.Alignment | None) -> Tensor:
+            aligned: Alignment | None) -> Tensor:
         if product == "up":
             return (moe_gemv.up(x, self.w13, ids, config) if config["way"] == "gemv" else
                     moe_gemm.up(x, self.w13, ids, aligned, config))
@@ -175,7 +175,7 @@ def measure(bench: Bench, tokens: int, failed: set[str], deadline: float) -> dic
             if json.dumps([product, config]) in failed or (found[product] and time.monotonic() > deadline):
                 continue
             lists = aligned[config["block_m"]] if config["way"] == "sorted" else [None] * len(routings)
-            calls = [lambda r=r, a=a, c=config, p=product, v=x: bench.run(p, c, v, *r, a)  # type: ignore[misc]
+            calls = [lambda r=r, a=a, c=config, p=product, v=x: bench.run(p, c, v, *r, a)
                      for r, a in zip(routings, lists)]
             found[product].append((microseconds(calls), config))
         found[product].sort(key=lambda item: item[0])

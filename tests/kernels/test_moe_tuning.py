@@ -1,0 +1,64 @@
+"""The tuner of routed experts without a device: what it tries, which products it pairs, how it resumes."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from glowplug.kernels.triton import moe_tuning
+from glowplug.kernels.triton.moe_experts import Problem, rule, tile
+
+PROBLEM = Problem(66, 8, 2048, 1408, "bfloat16")
+
+
+@pytest.mark.parametrize("tokens", moe_tuning.TOKENS)
+def test_candidates_fit_and_go_together(tokens: int) -> None:
+    found = {product: moe_tuning.candidates(product, PROBLEM, tokens) for product in ("up", "down")}
+    for product, configs in found.items():
+        assert configs
+        for config in configs:
+            if config["way"] != "gemv":
+                rows = config["block_m"] + (2 if product == "up" else 1) * config["block_n"]
+                assert rows * config["block_k"] * 2 * config["stages"] < 227 * 1024
+            if config["way"] == "dense":
+                assert config["block_m"] >= tokens, "one tile of all tokens"
+    measured = {product: [(1.0, config) for config in configs] for product, configs in found.items()}
+    assert moe_tuning.best_pair(measured, 0.0, 0.0)[0] == 2.0
+
+
+def test_a_pair_pays_for_its_alignment_and_sum() -> None:
+    gemv = {"way": "gemv", "block_n": 4, "block_k": 512, "warps": 4}
+    dense, small, large = tile("dense", 16, 64, 128, 4, 3), *(tile("sorted", m, 64, 128, 4, 3) for m in (16, 64))
+    found = {"up": [(10.0, small), (13.0, dense), (20.0, gemv)], "down": [(4.0, large), (8.0, dense), (9.0, gemv)]}
+    assert moe_tuning.best_pair(found, 3.0, 2.0) == (22.0, {"up": dense, "down": gemv})
+    assert moe_tuning.best_pair(found, 3.0, 0.5) == (21.5, {"up": dense, "down": dense})
+    found["down"].append((5.0, small))
+    assert moe_tuning.best_pair(found, 3.0, 2.0) == (20.0, {"up": small, "down": small})
+
+
+def test_resumes_and_stops_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[int] = []
+    clock = [0.0]
+
+    def measure(bench: object, tokens: int, failed: set[str], deadline: float) -> dict[str, list[moe_tuning.Measured]]:
+        assert deadline > clock[0]
+        done.append(tokens)
+        clock[0] += 10.0
+        return {product: [(1.0, config)] for product, config in rule(PROBLEM, tokens).items()}
+
+    monkeypatch.setattr(moe_tuning, "measure", measure)
+    monkeypatch.setattr(moe_tuning, "compile_ahead", lambda *given: set())
+    monkeypatch.setattr(moe_tuning, "overheads", lambda *given: (3.0, 2.0))
+    monkeypatch.setattr(moe_tuning.Bench, "make", staticmethod(lambda *given, **more: None))
+    monkeypatch.setattr(moe_tuning.time, "monotonic", lambda: clock[0])
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps({"8": {"kept": True}}))
+    said: list[str] = []
+    table = moe_tuning.tune_experts(PROBLEM, 2, path, tokens=(1, 8, 32, 128), seconds=15.0, log=said.append)
+    assert done == [1, 32] and "128" in said[-1]
+    assert set(table) == {1, 8, 32} and json.loads(path.read_text())["8"] == {"kept": True}
+    moe_tuning.tune_experts(PROBLEM, 2, path, tokens=(1, 8, 32, 128), seconds=15.0, log=said.append)
+    assert done == [1, 32, 128] and list(json.loads(path.read_text())) == ["1", "8", "32", "128"]
