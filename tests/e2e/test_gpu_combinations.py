@@ -1,0 +1,112 @@
+"""Admitted combinations boot and give the torch reference's tokens: pairs of values on a GPU, a few on the CPU."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from glowplug.core.plugins import PluginSet, load_plugins
+from tests.gpu_combinations import (
+    AGREEING,
+    MODELS,
+    Cell,
+    Reference,
+    admitted,
+    matrix,
+    named,
+    pairwise,
+    run,
+    write_models,
+)
+
+SAMPLED = 24  #: cells that a GPU run of the tests boots; the whole matrix is a command of its own
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_models(tmp_path_factory.mktemp("small"), small=True)
+
+
+@pytest.fixture(scope="module")
+def plugins() -> PluginSet:
+    return load_plugins(AGREEING, entry_points=False)
+
+
+@pytest.fixture(scope="module")
+def on_cpu(small: Path) -> Iterator[Reference]:
+    found = Reference(small, "cpu")
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("cell", [
+    Cell("v2", "torch_mla", chunked=True), Cell("v3", "torch_mla", steps=1, radix=False),
+    Cell("v3_fp8", "torch_mla", overlap=False), Cell("llama", "torch_mha")], ids=lambda cell: cell.name)
+def test_the_comparison_holds_on_the_cpu(cell: Cell, on_cpu: Reference, small: Path) -> None:
+    outcome = run(cell, on_cpu, small, "cpu")
+    assert outcome.same > 0.99
+    assert (outcome.accepted > 1) == (cell.steps > 0)
+
+
+@pytest.mark.parametrize("spoil", ["tokens", "scores"])
+def test_an_engine_that_is_wrong_is_found(spoil: str, on_cpu: Reference, small: Path,
+                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attention that misses the first key, which a glance at the tokens would hardly show; and scores alone."""
+    from glowplug.plugins.attention.torch_mla_runtime import TorchMla
+
+    cell, planned = Cell("v2", "torch_mla"), TorchMla.plan_step
+    on_cpu.score("v2", [3, 4], [5])
+    reference = on_cpu._engines["v2"]._executor._engine.runner.attention  # type: ignore[attr-defined]
+
+    def short(self: TorchMla, batch: Any, slot: object) -> None:
+        batch.first_key = int(self is not reference)
+        planned(self, batch, slot)
+
+    if spoil == "tokens":
+        monkeypatch.setattr(TorchMla, "plan_step", short)
+    else:
+        score = on_cpu.score
+        monkeypatch.setattr(on_cpu, "score", lambda *asked: [(own - 0.1, best - 0.1) for own, best in score(*asked)])
+    with pytest.raises(AssertionError, match="worse than the reference's|log-probabilities are"):
+        run(cell, on_cpu, small, "cpu")
+
+
+def test_the_sample_covers_every_pair(plugins: PluginSet) -> None:
+    cells = [replace(cell, model=model) for model in MODELS for cell in matrix(plugins, "cpu")[:24]]
+    chosen = pairwise(cells, 3)
+    for one, other in (("steps", "radix"), ("chunked", "overlap"), ("model", "steps")):
+        want = {(getattr(cell, one), getattr(cell, other)) for cell in cells}
+        assert {(getattr(cell, one), getattr(cell, other)) for cell in chosen} == want
+    assert len(chosen) < len(cells) / 2
+    assert len(pairwise(cells, 3, most=3)) == 3
+
+
+def test_what_cannot_run_is_left_out_with_the_reason(plugins: PluginSet, folder: Path) -> None:
+    asked = [Cell("v2", "torch_mla", steps=1), Cell("v3", "torch_mla", steps=1)]
+    kept, reasons = admitted(asked, plugins, folder, "cpu")
+    assert [cell.model for cell in kept] == ["v3"]
+    assert list(reasons.values()) == [1]
+    assert set(named(plugins, "attention", "cpu", "mha")) == {"torch_mha"}
+
+
+@pytest.mark.gpu
+def test_every_pair_of_values_on_the_gpu(plugins: PluginSet, folder: Path) -> None:
+    fitting, reasons = admitted(matrix(plugins, "cuda"), plugins, folder, "cuda")
+    chosen = pairwise(fitting, 7, most=SAMPLED)
+    reference, failed = Reference(folder, "cuda"), []
+    for cell in chosen:
+        try:
+            run(cell, reference, folder, "cuda")
+        except Exception as error:
+            failed.append(f"{cell.name}: {type(error).__name__}: {str(error)[:300]}")
+    reference.close()
+    print(f"{len(fitting)} admitted, {sum(reasons.values())} refused, {len(chosen)} run, {len(failed)} failed")
+    assert not failed, "\n".join(failed)
