@@ -1,4 +1,4 @@
-"""Activations in the order of their experts and back: for grouped products that want each expert's rows side by side."""
+"""Activations in the order of their experts and back: for grouped products that want an expert's rows side by side."""
 from __future__ import annotations
 
 import torch
@@ -43,15 +43,14 @@ def _sum(y, place, ids, weights, out, size, WIDTH: tl.constexpr, BLOCK: tl.const
     dependent.wait(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < size
     total = tl.zeros([BLOCK], tl.float32)
     for slot in tl.static_range(WIDTH):
         pair = token * WIDTH + slot
-        here = tl.load(ids + pair) >= 0
-        row = tl.where(here, tl.load(place + pair), 0).to(tl.int64)
-        part = tl.load(y + row * size + column, mask=inside & here, other=0.0).to(tl.float32)
-        total += part * tl.load(weights + pair)
-    tl.store(out + token * size + column, total.to(out.dtype.element_ty), mask=inside)
+        here = column < tl.where(tl.load(ids + pair) >= 0, size, 0)
+        row = tl.load(place + pair).to(tl.int64)  # anything where the expert is not here
+        part = tl.load(y + row * size + column, mask=here, other=0.0).to(tl.float32)
+        total += part * tl.load(weights + pair).to(tl.float32)
+    tl.store(out + token * size + column, total.to(out.dtype.element_ty), mask=column < size)
 
 
 def gather_rows(x: Tensor, x_scales: Tensor, order: Alignment, pairs: int, per_token: int,
@@ -61,7 +60,7 @@ def gather_rows(x: Tensor, x_scales: Tensor, order: Alignment, pairs: int, per_t
     Returns values [R, N], scales [R, ceil(N / 128)] with rows side by side, place int32 [T * K]. Rows of padding are
     not written. R is a multiple of 16.
     """
-    rows, (tokens, depth) = order.sorted_pairs.shape[0], x.shape
+    rows, depth = order.sorted_pairs.shape[0], x.shape[1]
     groups = x_scales.shape[1]
     values = torch.empty(rows, depth, dtype=x.dtype, device=x.device)
     scales = torch.empty(groups, rows, device=x.device)
