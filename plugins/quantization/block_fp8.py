@@ -24,7 +24,11 @@ class BlockFp8Options(QuantizationOptions):
                             "dequantised, because rounding there costs time and accuracy and saves nothing")
     gemm: Literal["auto", "triton", "deep_gemm", "cutlass", "cublas", "flashinfer"] = Field(
         "auto", description="who multiplies linear layers in FP8 on a CUDA device; auto: for each shape whoever was "
-                            "measured fastest among those installed")
+                            "measured fastest among those installed", json_schema_extra={"provider": "linear"})
+    experts: Literal["auto", "triton", "deep_gemm"] = Field(
+        "auto", description="who multiplies routed experts in FP8 on a CUDA device; auto: DeepGEMM where it is installed "
+                            "and experts get many rows each, our own kernels otherwise",
+        json_schema_extra={"provider": "experts"})
 
     def dequantizes(self, device: str, offers: QuantizationOffers) -> bool:
         return self.activations == "none" or super().dequantizes(device, offers)

@@ -49,12 +49,13 @@ class BlockFp8Cuda(BlockFp8):
     def __init__(self, options: BlockFp8Options, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
         self._providers = Providers(options.gemm)
+        self._grouped = fp8_grouped.Grouped(options.experts)
 
     def linear(self, shape: LinearShape) -> LinearMethod:
         return Fp8LinearCuda(shape, self._dtype, self._device, self._native, self._providers)
 
     def experts(self, shape: ExpertsShape) -> ExpertsMethod:
-        return Fp8ExpertsCuda(shape, self._dtype, self._device, self._native)
+        return Fp8ExpertsCuda(shape, self._dtype, self._device, self._native, self._grouped)
 
 
 def quantized(x: Tensor | Quantized) -> tuple[Tensor, Tensor]:
@@ -122,12 +123,13 @@ class Fp8ExpertsCuda:
 
     input_format = FORMAT
 
-    def __init__(self, shape: ExpertsShape, dtype: torch.dtype, device: str, native: bool) -> None:
+    def __init__(self, shape: ExpertsShape, dtype: torch.dtype, device: str, native: bool,
+                 grouped: fp8_grouped.Grouped) -> None:
         if shape.inter_start % BLOCK:
             raise ValueError(f"{shape.prefix}: a slice from channel {shape.inter_start} cuts blocks of {BLOCK}")
         self.shape, self._dtype, self._native = shape, dtype, native
         self.count, self.inter = shape.count + shape.shared, whole_blocks(shape.inter)
-        self._whole = shape.hidden % BLOCK == 0  #: libraries want whole blocks
+        self._grouped = grouped if shape.hidden % BLOCK == 0 else None  #: libraries want whole blocks
         kind = {"dtype": torch.float8_e4m3fn, "device": device}
         self.w13 = torch.empty(self.count, 2 * self.inter, shape.hidden, **kind)
         self.w2 = torch.empty(self.count, shape.hidden, self.inter, **kind)
@@ -169,7 +171,7 @@ class Fp8ExpertsCuda:
         if not tokens:
             return torch.empty(0, self.shape.hidden, dtype=self._dtype, device=values.device)
         held = (self.w13, self.scales13, self.w2, self.scales2)
-        if self._whole and fp8_grouped.pays(tokens, per_token, self.count):
-            return fp8_grouped.experts(values, scales, *held, ids, weights, self._dtype)
+        if self._grouped is not None and self._grouped.pays(tokens, per_token, self.count):
+            return self._grouped.experts(values, scales, *held, ids, weights, self._dtype)
         config = moe_gemm_fp8.config_for(tokens, per_token, self.count, self.inter, self.shape.hidden)
         return moe_gemm_fp8.experts(values, scales, *held, ids, weights, self._dtype, config)

@@ -23,6 +23,7 @@ from glowplug.kernels.activation import silu_and_mul  # noqa: E402
 from glowplug.kernels.triton import fp8_quant  # noqa: E402
 from glowplug.plugins.quantization.block_fp8_cuda import Fp8ExpertsCuda, Fp8LinearCuda  # noqa: E402
 from glowplug.plugins.quantization.fp8_gemm import Providers  # noqa: E402
+from glowplug.plugins.quantization.fp8_grouped import Grouped  # noqa: E402
 
 TOLERANCE = 4e-3 if DEVICE == "cuda" else 0.12
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -118,7 +119,7 @@ def test_experts(native: bool, inter: int, shared: int) -> None:
             checkpoint.add(f"m.shared_experts.{part}", shared * inter, hidden)
         checkpoint.add("m.shared_experts.down_proj", hidden, shared * inter)
     method = Fp8ExpertsCuda(ExpertsShape("m.experts", count, 0, hidden, inter, 0, inter, count, shared,
-                                         "m.shared_experts"), DTYPE, DEVICE, native)
+                                         "m.shared_experts"), DTYPE, DEVICE, native, Grouped("triton"))
     checkpoint.load(method)
 
     x = checkpoint.randn(4, hidden).to(DEVICE, DTYPE)
@@ -165,3 +166,25 @@ def test_every_provider(gemm: str, tokens: int) -> None:
     for _ in range(2):
         x = checkpoint.randn(tokens, 1024).to(DEVICE, DTYPE)
         near(method.apply(x), fp8.fake_quantize_tokens(x.float()) @ weight.t())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 33, 300])
+def test_experts_by_grouped_products(tokens: int) -> None:
+    pytest.importorskip("deep_gemm")
+    count, hidden, inter = 6, 512, 256
+    checkpoint = Checkpoint(True, seed=tokens)
+    for expert in range(count):
+        for part, shape in (("gate", (inter, hidden)), ("up", (inter, hidden)), ("down", (hidden, inter))):
+            checkpoint.add(f"m.experts.{expert}.{part}_proj", *shape)
+    shape = ExpertsShape("m.experts", count, 0, hidden, inter, 0, inter, count)
+    methods = [Fp8ExpertsCuda(shape, DTYPE, DEVICE, True, Grouped(by)) for by in ("triton", "deep_gemm")]
+    for method in methods:
+        checkpoint.load(method)
+    for _ in range(2):
+        x = checkpoint.randn(tokens, hidden).to(DEVICE, DTYPE)
+        ids = torch.stack([torch.randperm(count)[:3] for _ in range(tokens)]).to(DEVICE, torch.int32)
+        ids[0, 0] = -1
+        weights = torch.rand(tokens, 3, device=DEVICE)
+        ours, theirs = (method.apply(x, ids, weights) for method in methods)
+        near(theirs, ours.float(), 1.5e-2)
