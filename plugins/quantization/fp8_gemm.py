@@ -195,7 +195,12 @@ class Providers:
 
 def measured_table() -> Mapping[str, Mapping[str, str]]:
     """{"N=2112,K=7168": {rows: the fastest provider}} of the current card; empty where nobody has measured."""
-    card = torch.cuda.get_device_name().replace(" ", "_") if torch.cuda.is_available() else "cpu"
-    path = CONFIGS / f"fp8_gemm,device_name={card}.json"
+    path = provider_path()
     found: Mapping[str, Mapping[str, str]] = json.loads(path.read_text()) if path.is_file() else {}
     return found
+
+
+def provider_path() -> Path:
+    """Where ``measured_table`` looks."""
+    card = torch.cuda.get_device_name().replace(" ", "_") if torch.cuda.is_available() else "cpu"
+    return CONFIGS / f"fp8_gemm,device_name={card}.json"
