@@ -26,8 +26,8 @@ class BlockFp8Options(QuantizationOptions):
         "auto", description="who multiplies linear layers in FP8 on a CUDA device; auto: for each shape whoever was "
                             "measured fastest among those installed", json_schema_extra={"provider": "linear"})
     experts: Literal["auto", "triton", "deep_gemm"] = Field(
-        "auto", description="who multiplies routed experts in FP8 on a CUDA device; auto: DeepGEMM where it is installed "
-                            "and experts get many rows each, our own kernels otherwise",
+        "auto", description="who multiplies routed experts in FP8 on a CUDA device; auto: DeepGEMM where it is "
+                            "installed and experts get many rows each, our own kernels otherwise",
         json_schema_extra={"provider": "experts"})
 
     def dequantizes(self, device: str, offers: QuantizationOffers) -> bool:
