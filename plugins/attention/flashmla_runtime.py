@@ -8,10 +8,10 @@ from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from torch import Tensor
 
 from glowplug.core.batch import Batch
+from glowplug.core.options import AttentionOptions
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import MlaLayer, Worker
 from glowplug.plugins.attention.fa3_mla_runtime import Fa3Mla
-from glowplug.plugins.attention.flashmla import FlashMlaOptions
 
 
 @dataclass(eq=False)
@@ -31,7 +31,7 @@ class FlashMla(Fa3Mla):
     Prefill, and a draft's rows, whose first position holds nothing, go by FlashAttention-3.
     """
 
-    def __init__(self, options: FlashMlaOptions, plan: EnginePlan, worker: Worker) -> None:
+    def __init__(self, options: AttentionOptions, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
         self._rows: _Rows | None = None
 

@@ -41,7 +41,8 @@ class ProjectedSuite(MlaSuite):
                             backend.mla(q_nope, q_rope, latent, k_rope, there))
                 pools.append(world.pools["kv"].float().cpu())
             torch.testing.assert_close(outs[1], outs[0], rtol=10 * self.error, atol=10 * self.error)
-            torch.testing.assert_close(pools[1], pools[0], rtol=2 * self.error, atol=2 * self.error, equal_nan=True)
+            near = 2 * self.error if self.cached.itemsize > 1 else 0.13  # FP8: one way rounds to bf16 before
+            torch.testing.assert_close(pools[1], pools[0], rtol=near, atol=2 * self.error, equal_nan=True)
 
     def there(self, layer: MlaCase) -> MlaCase:
         return self._case(layer.w_uk.to(self.device, self.dtype), layer.w_uv.to(self.device, self.dtype))

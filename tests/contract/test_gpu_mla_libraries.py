@@ -46,6 +46,33 @@ class TestFlashMlaAtV3Heads(TestFlashMla):
     heads, capture_widths, most_keys = 128, (1, 2), 1 << 20
 
 
+class TestHopper(TestFlashMla):
+    """The choice between its two kernels, made for a step of six rows as the table makes it for many and for few."""
+
+    kernel = "flashmla"
+
+    @pytest.fixture(autouse=True)
+    def _table(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("glowplug.plugins.attention.measured.FASTEST", {16: ((1e9, self.kernel),)})
+
+    def make(self, plan: EnginePlan, worker: Worker) -> AttentionBackend:
+        pytest.importorskip("sgl_kernel")
+        from glowplug.plugins.attention.hopper_mla import HopperMlaOptions
+        from glowplug.plugins.attention.hopper_mla_runtime import HopperMla
+
+        made = HopperMla(HopperMlaOptions(), plan, worker)
+        made._most_keys = self.most_keys
+        return made
+
+
+class TestHopperByTriton(TestHopper):
+    kernel = "triton"
+
+
+class TestHopperWithAnFp8Cache(TestHopper):
+    kv_dtype, error = torch.float8_e4m3fn, 3e-2
+
+
 @pytest.mark.skipif(not HERE, reason="needs a Hopper GPU")
 class TestFlashInfer(GpuMlaSuite):
     max_width, capture_widths, first_key = 1, (1,), False

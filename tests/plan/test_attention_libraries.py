@@ -1,6 +1,7 @@
 """Which attention library a plan takes on Hopper, and why it refuses one: packages, sizes, pages, modes."""
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from glowplug.core.plan import EnginePlan
 from glowplug.core.plugins import PluginSet, load_plugins
 from glowplug.core.resolve import plan as make_plan
 from glowplug.core.testing.fakes import TINY_V3, write_model
+from glowplug.plugins.attention import measured
 
 INSTALLED = {"sglang-kernel": "0.4.2.post2", "flashinfer-python": "0.6.11.post1", "triton": "3.6.0"}
 SHAPES = Path(__file__).parents[2] / "models" / "shapes"
@@ -47,7 +49,25 @@ def refused(model: Path, plugins: PluginSet, attention: dict[str, Any], **more: 
     return {refusal.field: refusal for refusal in caught.value.refusals}
 
 
-@pytest.mark.parametrize("name", ["fa3_mla", "flashmla", "flashinfer_mla"])
+def test_auto_takes_the_measured_one_and_says_so(lite: Path, plugins: PluginSet) -> None:
+    plan = planned(lite, plugins)
+    why = {decision.field: decision for decision in plan.decisions}["attention.use"]
+    assert (why.value, why.by) == ("hopper_mla", "auto") and "measured fastest" in why.why
+    assert planned(lite, plugins, {"page_size": 16}).choice("attention").name == "triton_mla"
+    assert planned(lite, plugins, {"kv_dtype": "fp8_e4m3"}).choice("attention").name == "hopper_mla"
+    assert planned(lite, load_plugins(entry_points=False, block=["glowplug.plugins.attention.hopper_mla"])).choice(
+        "attention").name in {"triton_mla", "torch_mla"}
+
+
+@pytest.mark.parametrize(("heads", "tokens"), [(16, 1), (16, 8), (16, 9), (16, 4096), (128, 1), (128, 300), (8, 1),
+                                               (64, 1), (2, 40), (1000, 1)])
+def test_the_table_answers_for_every_shape(heads: int, tokens: int) -> None:
+    assert measured.fastest(heads, tokens) in {"triton", "flashmla"}
+    near = min((16, 128), key=lambda known: abs(math.log2(known / heads)))
+    assert measured.fastest(heads, tokens) == measured.fastest(near, tokens)
+
+
+@pytest.mark.parametrize("name", ["hopper_mla", "fa3_mla", "flashmla", "flashinfer_mla"])
 def test_each_is_taken_when_asked_for(name: str, lite: Path, plugins: PluginSet) -> None:
     plan = planned(lite, plugins, {"use": name})
     assert plan.choice("attention").name == name

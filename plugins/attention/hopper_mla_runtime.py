@@ -1,0 +1,34 @@
+"""The runtime of ``hopper_mla``."""
+from __future__ import annotations
+
+from torch import Tensor
+
+from glowplug.core.batch import Batch
+from glowplug.core.options import AttentionOptions
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import MlaLayer, Worker
+from glowplug.plugins.attention.flashmla_runtime import FlashMla
+from glowplug.plugins.attention.library import SIXTEEN_BITS
+from glowplug.plugins.attention.measured import fastest
+from glowplug.plugins.attention.triton_mla import TritonMlaOptions
+from glowplug.plugins.attention.triton_mla_runtime import TritonMla
+
+
+class HopperMla(FlashMla):
+    """FlashMLA's steps and the Triton backend's, over one cache. What FlashMLA cannot do goes the other way: trees,
+    a first position that holds nothing, an FP8 cache."""
+
+    def __init__(self, options: AttentionOptions, plan: EnginePlan, worker: Worker) -> None:
+        super().__init__(options, plan, worker)
+        self._own = TritonMla(TritonMlaOptions(), plan, worker)
+        self._only_own = plan.kv_dtype not in SIXTEEN_BITS
+        self._by_own = False
+
+    def plan_decode(self, batch: Batch, slot: object | None, first: int, rows: int, width: int) -> None:
+        self._by_own = (self._only_own or batch.first_key > 0 or batch.tree_mask is not None
+                        or fastest(self._heads, rows * width) == "triton")
+        planned = self._own.plan_decode if self._by_own else super().plan_decode
+        planned(batch, slot, first, rows, width)
+
+    def decode(self, query: Tensor, kv: Tensor, scale: float, layer: MlaLayer) -> Tensor:
+        return (self._own.decode if self._by_own else super().decode)(query, kv, scale, layer)
