@@ -1,29 +1,32 @@
-"""``glowplug tune fp8-gemm``: for each product in block FP8 the best configuration of our kernel, and who is fastest."""
+"""``glowplug tune fp8-gemm``: our kernel's best configuration for each product in block FP8, and who is fastest."""
 from __future__ import annotations
 
 import fcntl
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from glowplug.core.plan import EnginePlan
 from glowplug.core.tuning import LayerShapes, Log, TuneTable
-from glowplug.kernels.triton import fp8_tuning
+from glowplug.kernels.triton import fp8_gemm, fp8_quant, fp8_tuning, tuned
 from glowplug.kernels.triton.moe_tuning import microseconds
-from glowplug.plugins.quantization.fp8_gemm import PROVIDERS, Gemm, TritonGemm, provider_path
+from glowplug.plugins.quantization.fp8_gemm import BLOCK, PROVIDERS, Gemm, TritonGemm, provider_path
 from glowplug.plugins.quantization.tune_moe import rows_in
 
 COMPILES_LONG = frozenset({"flashinfer"})  #: libraries that take a minute at the first use: not measured
+COLD = 128 << 20  #: bytes of weights that are read in turn: more than a cache holds
+FOR_OURS = 0.8  #: share of the time that our own kernel's configurations get
 
 
 class Fp8GemmTuner:
-    """``core/tuning.py``'s ``TableTuner``."""
+    """``core/tuning.py``'s ``TableTuner``. A row is done when both tables hold it."""
 
     def __init__(self, plan: EnginePlan) -> None:
-        self._failed: set[str] | None = None
         self._libraries: list[Gemm] = [provider() for provider in PROVIDERS
                                        if provider is not TritonGemm and provider.name not in COMPILES_LONG]
 
@@ -33,69 +36,65 @@ class Fp8GemmTuner:
             if shape.name not in shapes.quantized:
                 continue
             columns, depth = sum(shape.outputs), shape.inputs
-            path = fp8_tuning.table_path(columns, depth)
-            both = set(rows_in(path)) & set(_providers_known(columns, depth))
-            found[columns, depth] = TuneTable(f"N={columns},K={depth}", path, rows or fp8_tuning.ROWS,
-                                              tuple(sorted(both)), (columns, depth))
+            problem = f"N={columns},K={depth}"
+            path = tuned.FOLDER / tuned.file_name(problem, fp8_gemm.DTYPE, (BLOCK, BLOCK))
+            both = set(rows_in(path)) & set(providers_in(provider_path(), problem))
+            found[problem] = TuneTable(problem, path, rows or fp8_tuning.ROWS, tuple(sorted(both)), (columns, depth))
         return list(found.values())
 
     def tune(self, table: TuneTable, seconds: float, log: Log) -> None:
         columns, depth = table.problem
         deadline = time.monotonic() + seconds
-        configs = {rows: fp8_tuning.candidates(rows, columns, depth) for rows in table.missing}
-        self._compile([(rows, config) for rows, each in configs.items() for config in each], log)
-        for position, rows in enumerate(table.missing):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                log(f"out of time; not measured: {table.missing[position:]}")
+        ours = fp8_tuning.tune_gemm(columns, depth, table.path, rows=table.missing, seconds=seconds * FOR_OURS,
+                                    workers=min(8, os.cpu_count() or 1), log=log)
+        for rows in table.missing:
+            if rows not in ours or time.monotonic() > deadline:
+                log(f"out of time before {rows} rows of the libraries")
                 return
-            bench = fp8_tuning.Bench.make(rows, columns, depth)
-            usable = [config for config in configs[rows] if json.dumps(config, sort_keys=True) not in self._known]
-            share = time.monotonic() + left / (len(table.missing) - position)
-            spent, config = fp8_tuning.fastest(bench, usable or configs[rows][:1], share)
-            fp8_tuning.write_row(table.path, rows, config)
-            times = {TritonGemm.name: spent, **self._others(bench, rows, columns, depth)}
+            times = self.provider_times(rows, columns, depth, ours[rows])
             winner = min(times, key=lambda name: times[name])
-            _note_provider(provider_path(), f"N={columns},K={depth}", rows, winner)
-            log(f"{rows} rows: {winner}; " + ", ".join(f"{name} {value:.1f} us" for name, value in times.items()))
+            note_provider(provider_path(), table.label, rows, winner)
+            log(f"{rows} rows: {winner}; " + ", ".join(f"{name} {spent:.1f} us" for name, spent in times.items()))
 
-    @property
-    def _known(self) -> set[str]:
-        """Configurations that do not compile."""
-        return self._failed or set()
-
-    def _compile(self, wanted: list[tuple[int, fp8_tuning.Config]], log: Log) -> None:
-        if not wanted:
-            return
-        started = time.monotonic()
-        failed = fp8_tuning.compile_ahead(wanted, min(8, os.cpu_count() or 1))
-        self._failed = self._known | failed
-        log(f"{len(wanted)} configurations compiled in {time.monotonic() - started:.0f} s, {len(failed)} cannot be")
-
-    def _others(self, bench: fp8_tuning.Bench, rows: int, columns: int, depth: int) -> dict[str, float]:
-        """Microseconds of every library that is here and takes the shape. One that fails is left out."""
-        found = {}
+    def provider_times(self, rows: int, columns: int, depth: int, config: tuned.Config) -> dict[str, float]:
+        """Microseconds of our kernel so configured and of every library that is here and takes the shape. One that
+        fails is left out."""
+        operands = Operands(rows, columns, depth)
+        found = {TritonGemm.name: microseconds(operands.calls(
+            lambda *given: fp8_gemm.gemm(*given, config), pads=False))}
         for library in self._libraries:
             if library.missing() or not library.fits(rows, columns, depth):
                 continue
-            weights = [weight if library.pads else weight[:columns] for weight in bench.padded]
-            calls = [lambda w=weight, call=library: call(bench.x, bench.x_scales, w, bench.w_scales,  # type: ignore[misc]
-                                                         torch.bfloat16)
-                     for weight in (weights * 4)[: max(4, len(weights))]]
             try:
-                found[library.name] = microseconds(calls)
+                found[library.name] = microseconds(operands.calls(library, library.pads))
             except RuntimeError:
                 torch.cuda.synchronize()
         return found
 
 
-def _providers_known(columns: int, depth: int) -> tuple[int, ...]:
-    path = provider_path()
+class Operands:
+    """Of one product: x, and so many copies of the weight, in whole blocks of rows, that they come from memory."""
+
+    def __init__(self, rows: int, columns: int, depth: int, device: str = "cuda") -> None:
+        self.columns, whole = columns, -(-columns // BLOCK) * BLOCK
+        self.x, self.x_scales = fp8_quant.quantize(torch.randn(rows, depth, device=device).bfloat16())
+        self.weights = [torch.randn(whole, depth, device=device).to(torch.float8_e4m3fn)
+                        for _ in range(min(16, max(2, COLD // (whole * depth))))]
+        self.w_scales = torch.full((whole // BLOCK, -(-depth // BLOCK)), 0.01, device=device)
+
+    def calls(self, product: Callable[..., Any], pads: bool) -> list[Callable[[], object]]:
+        """``product`` with each copy of the weight in turn."""
+        return [lambda w=weight if pads else weight[: self.columns]: product(  # type: ignore[misc]
+            self.x, self.x_scales, w, self.w_scales, torch.bfloat16) for weight in self.weights]
+
+
+def providers_in(path: Path, problem: str) -> tuple[int, ...]:
+    """Numbers of rows for which the card's table names a provider."""
     found = json.loads(path.read_text()) if path.is_file() else {}
-    return tuple(int(rows) for rows in found.get(f"N={columns},K={depth}", ()))
+    return tuple(int(rows) for rows in found.get(problem, ()))
 
 
-def _note_provider(path: Path, problem: str, rows: int, name: str) -> None:
+def note_provider(path: Path, problem: str, rows: int, name: str) -> None:
     """Add one measurement to the card's table of providers, which several processes may write."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+", encoding="utf-8") as file:

@@ -1,11 +1,9 @@
-"""`glowplug tune fp8-gemm`: candidates that can run, tables that grow row by row, the faster provider noted."""
+"""The tuners of FP8 products: which tables a model wants, both kinds of measurement, the faster provider noted."""
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,63 +12,29 @@ import torch
 pytest.importorskip("triton")
 
 from glowplug.core.plugins import load_plugins
-from glowplug.core.protocols import LinearShape
+from glowplug.core.protocols import ExpertsShape, LinearShape
+from glowplug.core.testing.plans import bare_plan
 from glowplug.core.tuning import LayerShapes, TuneTable
-from glowplug.kernels.triton import fp8_gemm, fp8_tuning
-from glowplug.plugins.quantization import tune_fp8
+from glowplug.kernels.triton import fp8_tuning, moe_tuning, tuned
+from glowplug.plugins.quantization import tune_fp8, tune_moe
 
-PRODUCTS = ((2112, 7168), (24576, 1536), (7168, 2048), (576, 512))
-
-
-@pytest.mark.parametrize("rows", [1, 8, 33, 64, 65, 512, 4096])
-@pytest.mark.parametrize("product", PRODUCTS)
-def test_candidates_can_run_and_begin_with_the_rule(rows: int, product: tuple[int, int]) -> None:
-    found = fp8_tuning.candidates(rows, *product)
-    assert dict(found[0]) == dict(fp8_gemm.rule(rows, *product))
-    assert 4 < len(found) < 70
-    assert len({json.dumps(config, sort_keys=True) for config in found}) == len(found)
-    for config in found:
-        assert set(config) == set(found[0])
-        assert config["BLOCK_N"] <= 128
-        assert config["SPLIT_K"] == 1 or rows <= 64
-        assert rows > 64 or config["BLOCK_M"] >= min(64, rows)
+ROWS = (8, 128)
 
 
-def test_the_fastest_of_those_that_time_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench: Any = SimpleNamespace(calls=lambda config: [config])
-    configs = [{"us": us} for us in (5.0, 3.0, 9.0, 1.0)]
-    measured: list[float] = []
-
-    def timing(calls: Sequence[Any]) -> float:
-        measured.append(calls[0]["us"])
-        time.sleep(0.02)
-        return float(calls[0]["us"])
-
-    assert fp8_tuning.fastest(bench, configs, time.monotonic() + 60, timing) == (1.0, {"us": 1.0})
-    assert measured == [5.0, 3.0, 9.0, 1.0]
-    measured.clear()
-    assert fp8_tuning.fastest(bench, configs, time.monotonic() - 1, timing)[0] == 5.0
-    assert measured == [5.0]
+def linear(name: str, outputs: tuple[int, ...], inputs: int) -> LinearShape:
+    return LinearShape(name, (name,), outputs, inputs, (0,) * len(outputs), 0, ((sum(outputs), inputs),))
 
 
-def test_rows_are_added_in_order(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "t.json"
-    for rows in (512, 8, 64):
-        fp8_tuning.write_row(path, rows, {"BLOCK_M": rows})
-    assert list(json.loads(path.read_text())) == ["8", "64", "512"]
+def experts(prefix: str, inter: int) -> ExpertsShape:
+    return ExpertsShape(prefix, 8, 0, 256, inter, 0, inter, 8, shared=1)
 
 
-def test_providers_of_several_products_share_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "fp8_gemm.json"
-    tune_fp8._note_provider(path, "N=1,K=2", 64, "triton")
-    tune_fp8._note_provider(path, "N=3,K=4", 8, "cublas")
-    tune_fp8._note_provider(path, "N=1,K=2", 8, "deep_gemm")
-    tune_fp8._note_provider(path, "N=1,K=2", 64, "cutlass")
-    assert json.loads(path.read_text()) == {"N=1,K=2": {"8": "deep_gemm", "64": "cutlass"}, "N=3,K=4": {"8": "cublas"}}
+SHAPES = LayerShapes((linear("a", (1536, 576), 7168), linear("b", (1536, 576), 7168), linear("head", (512,), 7168)),
+                     (experts("dense", 192), experts("kept", 192)), frozenset({"a", "b", "kept"}), 2)
 
 
 class Quick:
-    """A library that is always there."""
+    """A library that is always there, for many rows."""
 
     name, pads = "quick", True
 
@@ -80,63 +44,105 @@ class Quick:
     def fits(self, rows: int, columns: int, depth: int) -> bool:
         return rows >= 64
 
-    def __call__(self, *args: Any) -> Any:
-        raise AssertionError("timed by the test, never called")
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Tables go here, and times come from a formula: no device."""
+    monkeypatch.setattr(tuned, "FOLDER", tmp_path)
+    monkeypatch.setattr(tune_fp8, "provider_path", lambda: tmp_path / "providers.json")
+
+    def tune(columns: int, depth: int, path: Path, *, rows: Sequence[int], **more: Any) -> dict[int, Any]:
+        found = {number: {"BLOCK_M": 16} for number in rows}
+        path.write_text(json.dumps({**(json.loads(path.read_text()) if path.is_file() else {}), **found}))
+        return found
+
+    monkeypatch.setattr(fp8_tuning, "tune_gemm", tune)
+    return tmp_path
 
 
 @pytest.fixture
-def tuner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tune_fp8.Fp8GemmTuner:
-    """Measurements come from a formula: no device."""
-    monkeypatch.setattr(fp8_tuning.tuned, "FOLDER", tmp_path)
-    monkeypatch.setattr(tune_fp8, "provider_path", lambda: tmp_path / "fp8_gemm,device_name=cpu.json")
-    monkeypatch.setattr(fp8_tuning, "compile_ahead", lambda wanted, workers: set())
-    monkeypatch.setattr(fp8_tuning.Bench, "make", lambda rows, columns, depth: SimpleNamespace(
-        x=None, x_scales=None, w_scales=None, padded=[torch.empty(2, 2)], calls=lambda config: [config]))
-    monkeypatch.setattr(fp8_tuning, "fastest", lambda bench, configs, deadline: (10.0, configs[1]))
-    monkeypatch.setattr(tune_fp8, "microseconds", lambda calls: 4.0)
-    found = tune_fp8.Fp8GemmTuner(None)  # type: ignore[arg-type]
-    found._libraries = [Quick()]
+def tuner(monkeypatch: pytest.MonkeyPatch) -> tune_fp8.Fp8GemmTuner:
+    found = tune_fp8.Fp8GemmTuner(bare_plan())
+    found._libraries = [Quick()]  # type: ignore[list-item]
+    monkeypatch.setattr(tune_fp8, "Operands", lambda *shape: _NoOperands())
+    monkeypatch.setattr(tune_fp8, "microseconds", lambda calls: 4.0 if calls else 10.0)
     return found
 
 
-def linear(name: str, outputs: tuple[int, ...], inputs: int) -> LinearShape:
-    return LinearShape(name, (name,), outputs, inputs, (0,) * len(outputs), 0, ((sum(outputs), inputs),))
+class _NoOperands:
+    def calls(self, product: Any, pads: bool) -> list[object]:
+        return [product] if pads else []
 
 
-def test_tables_of_quantized_products_fill_and_resume(tuner: tune_fp8.Fp8GemmTuner, tmp_path: Path) -> None:
-    shapes = LayerShapes((linear("a", (1536, 576), 7168), linear("b", (1536, 576), 7168), linear("head", (512,), 7168)),
-                         (), frozenset({"a", "b"}), 8)
+def test_tables_fill_and_the_next_run_goes_on(tuner: tune_fp8.Fp8GemmTuner, folder: Path) -> None:
+    table, = tuner.tables(SHAPES, ROWS)
+    assert (table.label, table.missing) == ("N=2112,K=7168", ROWS)
     log: list[str] = []
-    table, = tuner.tables(shapes, (8, 128))
-    assert (table.label, table.missing) == ("N=2112,K=7168", (8, 128))
     tuner.tune(table, 60.0, log.append)
-    again, = tuner.tables(shapes, (8, 128, 512))
-    assert again.missing == (512,)
-    providers = json.loads((tmp_path / "fp8_gemm,device_name=cpu.json").read_text())
-    assert providers == {"N=2112,K=7168": {"8": "triton", "128": "quick"}}
-    assert dict(json.loads(table.path.read_text())["8"]) == dict(fp8_tuning.candidates(8, 2112, 7168)[1])
     assert "128 rows: quick; triton 10.0 us, quick 4.0 us" in log
-    (tmp_path / "fp8_gemm,device_name=cpu.json").write_text("{}")
-    assert tuner.tables(shapes, (8, 128))[0].missing == (8, 128), "both tables count"
+    assert json.loads((folder / "providers.json").read_text()) == {"N=2112,K=7168": {"8": "triton", "128": "quick"}}
+    assert tuner.tables(SHAPES, (*ROWS, 512))[0].missing == (512,)
+    (folder / "providers.json").write_text("{}")
+    assert tuner.tables(SHAPES, ROWS)[0].missing == ROWS, "both tables count"
 
 
-def test_no_time_measures_nothing_and_says_so(tuner: tune_fp8.Fp8GemmTuner, tmp_path: Path) -> None:
+def test_no_time_notes_no_provider(tuner: tune_fp8.Fp8GemmTuner, folder: Path) -> None:
     log: list[str] = []
-    tuner.tune(TuneTable("N=2112,K=7168", tmp_path / "t.json", (1, 8), (), (2112, 7168)), -1.0, log.append)
-    assert log[-1] == "out of time; not measured: (1, 8)"
-    assert not (tmp_path / "t.json").exists()
+    tuner.tune(TuneTable("N=2112,K=7168", folder / "t.json", (1, 8), (), (2112, 7168)), -1.0, log.append)
+    assert log[-1] == "out of time before 1 rows of the libraries"
+    assert not (folder / "providers.json").exists()
 
 
 def test_a_library_that_fails_is_left_out(tuner: tune_fp8.Fp8GemmTuner, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(calls: Sequence[Callable[[], object]]) -> float:
-        raise RuntimeError("no kernel image")
+        if calls:
+            raise RuntimeError("no kernel image")
+        return 10.0
 
     monkeypatch.setattr(tune_fp8, "microseconds", fail)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    bench: Any = fp8_tuning.Bench.make(64, 256, 512)
-    assert tuner._others(bench, 64, 256, 512) == {}
+    assert tuner.provider_times(64, 256, 512, {}) == {"triton": 10.0}
+
+
+def test_operands_have_whole_blocks_where_a_library_wants_them() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def product(x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, *more: Any) -> None:
+        seen.append(tuple(weight.shape))
+
+    operands = tune_fp8.Operands.__new__(tune_fp8.Operands)
+    operands.columns, operands.x, operands.x_scales = 130, torch.ones(1), torch.ones(1)
+    operands.weights, operands.w_scales = [torch.ones(256, 128)] * 2, torch.ones(1)
+    for pads in (False, True):
+        for call in operands.calls(product, pads):
+            call()
+    assert seen == [(130, 128)] * 2 + [(256, 128)] * 2
+
+
+def test_providers_of_several_products_share_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "fp8_gemm.json"
+    for problem, rows, name in (("N=1,K=2", 64, "triton"), ("N=3,K=4", 8, "cublas"), ("N=1,K=2", 8, "deep_gemm"),
+                                ("N=1,K=2", 64, "cutlass")):
+        tune_fp8.note_provider(path, problem, rows, name)
+    assert json.loads(path.read_text()) == {"N=1,K=2": {"8": "deep_gemm", "64": "cutlass"}, "N=3,K=4": {"8": "cublas"}}
+    assert tune_fp8.providers_in(path, "N=1,K=2") == (8, 64)
+
+
+def test_experts_in_both_formats_have_tables(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(moe_tuning, "tune_experts", lambda problem, shared, path, **more: asked.append(
+        ("dense", problem.experts, problem.topk, problem.inter, shared, more["tokens"])))
+    monkeypatch.setattr(fp8_tuning, "tune_experts", lambda problem, path, **more: asked.append(
+        ("fp8", problem.experts, problem.topk, problem.inter, problem.shared, more["tokens"])))
+    tuner = tune_moe.MoeTuner(bare_plan())
+    tables = tuner.tables(SHAPES, ROWS)
+    assert len({table.path for table in tables}) == len({table.label for table in tables}) == 2
+    tables[1].path.write_text('{"8": {}}')
+    for table in tuner.tables(SHAPES, ROWS):
+        tuner.tune(table, 1.0, print)
+    assert asked == [("dense", 9, 3, 192, 1, ROWS), ("fp8", 9, 3, 256, 1, (128,))]
 
 
 def test_both_tuners_are_registered() -> None:
-    names = [tuner.name for _, found in load_plugins(entry_points=False).call_each("tuners") for tuner in found]
+    names = [found.name for _, group in load_plugins(entry_points=False).call_each("tuners") for found in group]
     assert {"moe", "fp8-gemm"} <= set(names)
