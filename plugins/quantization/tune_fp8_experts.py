@@ -1,0 +1,33 @@
+"""``glowplug tune fp8-moe``: the tables that routed experts in block FP8 read, for a plan's model."""
+from __future__ import annotations
+
+import os
+
+from glowplug.core.plan import EnginePlan
+from glowplug.core.tuning import LayerShapes, Log, TuneTable
+from glowplug.kernels.triton import moe_fp8_tuning
+from glowplug.plugins.quantization.block_fp8_weights import whole_blocks
+from glowplug.plugins.quantization.tune_moe import rows_in
+
+
+class Fp8ExpertsTuner:
+    """``core/tuning.py``'s ``TableTuner``."""
+
+    def __init__(self, plan: EnginePlan) -> None:
+        self._plan = plan
+
+    def tables(self, shapes: LayerShapes, rows: tuple[int, ...]) -> list[TuneTable]:
+        found = {}
+        for shape in shapes.experts:
+            if shape.prefix not in shapes.quantized:
+                continue
+            problem = moe_fp8_tuning.Problem(shape.count + shape.shared, shapes.topk + shape.shared, shape.hidden,
+                                             whole_blocks(shape.inter), shape.shared)
+            label = f"E={problem.experts},N={problem.inter},H={problem.hidden}"
+            found[problem] = TuneTable(label, problem.path, rows or moe_fp8_tuning.TOKENS, rows_in(problem.path),
+                                       problem)
+        return list(found.values())
+
+    def tune(self, table: TuneTable, seconds: float, log: Log) -> None:
+        moe_fp8_tuning.tune_experts(table.problem, table.path, tokens=table.missing, seconds=seconds,
+                                    workers=min(8, os.cpu_count() or 1), log=log)
