@@ -128,7 +128,9 @@ def test_experts(native: bool, inter: int, shared: int) -> None:
     weights[:, per_token:] = 1.0
     ids = torch.cat([chosen, torch.arange(count, count + shared, dtype=torch.int32).expand(4, -1)], 1).contiguous()
     found = method.apply(x, ids.to(DEVICE), weights.to(DEVICE))
-    near(found, mixture(checkpoint, x.float().cpu(), chosen, weights, shared).to(DEVICE), max(TOLERANCE, 0.04))
+    again = shared > 1 and inter % 128 != 0  # slices quantised by blocks of their own: one more rounding
+    near(found, mixture(checkpoint, x.float().cpu(), chosen, weights, shared).to(DEVICE),
+         max(TOLERANCE, 0.06 if again else 0.02))
     assert method.apply(x[:0], ids[:0].to(DEVICE), weights[:0].to(DEVICE)).shape == (0, hidden)
 
 
