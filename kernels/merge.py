@@ -19,6 +19,16 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     return _weighted(out_a, lse_a, lse) + _weighted(out_b, lse_b, lse), lse
 
 
+def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merge a partial state into another: ``out`` float32 [T, H, D] and ``lse`` float32 [T, H] are overwritten.
+
+    ``part`` [T, H, D] of any floating dtype.
+    """
+    merged = merge_states(out, lse, part.float(), part_lse)
+    out.copy_(merged[0])
+    lse.copy_(merged[1])
+
+
 def _weighted(out: Tensor, lse: Tensor, total: Tensor) -> Tensor:
     empty = torch.isneginf(lse)
     weight = torch.exp(lse - total).masked_fill(empty, 0.0)

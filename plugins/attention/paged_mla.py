@@ -5,6 +5,7 @@ that also returns the log-sum-exp of each query's scores.
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,7 @@ from glowplug.core.memory.layout import KVEntry, KVLayout
 from glowplug.core.options import AttentionOptions
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, RopeRows, Worker
-from glowplug.kernels import mla
-from glowplug.kernels.merge import merge_states
+from glowplug.kernels import merge, mla
 from glowplug.plugins.attention.paging import kv_layers
 from glowplug.plugins.attention.ragged import RaggedCall, RaggedRows, plan_ragged
 
@@ -51,7 +51,7 @@ class PagedMla:
         nope, value = int(facts.config.get("qk_nope_head_dim", 128)), int(facts.config.get("v_head_dim", 128))
         per_key = facts.num_heads * (2 * nope + self._rope + value) * self._dtype.itemsize
         self._most_keys = max(256, EXPANDED_BYTES // per_key)
-        self._kernels: Any = _kernels(self._device)
+        self._kernels, self._merge_into = _kernels(self._device)
         self._kv: tuple[Tensor, ...] = ()
         self._step: _Step | None = None
 
@@ -157,11 +157,10 @@ class PagedMla:
         out, lse = self._call(rows.calls[0], query, own, kv, layer)
         if len(rows.calls) == 1:
             return out
-        state = out.float(), lse
+        total = out.float()
         for call in rows.calls[1:]:
-            part, part_lse = self._call(call, query, own, kv, layer)
-            state = merge_states(*state, part.float(), part_lse)
-        return state[0].to(out.dtype)
+            self._merge_into(total, lse, *self._call(call, query, own, kv, layer))
+        return total.to(out.dtype)
 
     def _call(self, call: RaggedCall, query: Tensor, own: Tensor, kv: Tensor, layer: MlaLayer) -> tuple[Tensor, Tensor]:
         keys = own if call.slots is None else self._kernels.gather(kv, call.slots, query.dtype)
@@ -170,10 +169,10 @@ class PagedMla:
         return self.attend_ragged(call, query, torch.cat((k_nope, k_rope), dim=-1), value, layer.scale)
 
 
-def _kernels(device: torch.device) -> Any:
-    """``prologue``, ``absorb``, ``project``, ``store`` and ``gather``: by Triton on a GPU, else in torch."""
+def _kernels(device: torch.device) -> tuple[Any, Callable[[Tensor, Tensor, Tensor, Tensor], None]]:
+    """``prologue``, ``absorb``, ``project``, ``store`` and ``gather``, and ``merge_into``: in Triton on a GPU."""
     if device.type == "cuda":
-        from glowplug.kernels.triton import mla_prologue
+        from glowplug.kernels.triton import merge as triton_merge, mla_prologue
 
-        return mla_prologue
-    return mla
+        return mla_prologue, triton_merge.merge_into
+    return mla, merge.merge_into
