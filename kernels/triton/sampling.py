@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from glowplug.kernels.triton import dependent
+
 BLOCK = 2048  #: vocabulary entries a program; the same for every batch, since sums depend on it
 CHUNK = 128  #: entries compared with all pivots at a time
 PIVOTS = 16
@@ -79,7 +81,9 @@ def _key(value, index):
 
 @triton.jit
 def _best(logits, keys, arrived, tokens, peaks, bad, least, vocab, stride, blocks, BLOCK: tl.constexpr,
-          BLOCKS: tl.constexpr):
+          BLOCKS: tl.constexpr, DEPENDENT: tl.constexpr):
+    dependent.begin(DEPENDENT)
+    dependent.wait(DEPENDENT)
     row, block = tl.program_id(0), tl.program_id(1)
     index = block * BLOCK + tl.arange(0, BLOCK)
     source = logits + row.to(tl.int64) * stride
@@ -109,8 +113,10 @@ def _weights(source, index, vocab, peak, temperature, min_p, least):
 def _narrow(logits, rows, peaks, least, low, goals, parts, arrived, temperatures, temperature_stride, min_ps,
             min_p_stride, limits, limit_stride, vocab, stride, blocks, shift, coldest, FIRST: tl.constexpr,
             LAST: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
-            PIVOTS: tl.constexpr):
+            PIVOTS: tl.constexpr, DEPENDENT: tl.constexpr):
     """Raise ``low``, the bits of the largest weight known to leave enough, by the next four bits of it."""
+    dependent.begin(DEPENDENT)
+    dependent.wait(DEPENDENT)
     row, block = tl.program_id(0), tl.program_id(1)
     state = tl.load(rows + row)
     temperature = tl.load(temperatures + state * temperature_stride)
@@ -127,16 +133,22 @@ def _narrow(logits, rows, peaks, least, low, goals, parts, arrived, temperatures
         peak, min_p = tl.load(peaks + row), tl.load(min_ps + state * min_p_stride)
         cut = tl.load(least + row).to(tl.float32, bitcast=True)
         part = tl.zeros((CHUNK, PIVOTS), tl.float32)
+        settled = tl.zeros((CHUNK,), tl.float32)
         for start in range(0, BLOCK, CHUNK):
             index = block * BLOCK + start + tl.arange(0, CHUNK)
             weight = _weights(source, index, vocab, peak, temperature, min_p, cut)
-            above = weight.to(tl.int32, bitcast=True)[:, None] >= pivot[None, :]
-            if COUNT:
-                part += tl.where(above & (index < vocab)[:, None], 1.0, 0.0)
-            else:
-                part += tl.where(above, weight[:, None], 0.0)
+            bits = weight.to(tl.int32, bitcast=True)
+            worth = tl.where(index < vocab, 1.0, 0.0) if COUNT else weight
+            if FIRST:
+                part += tl.where(bits[:, None] >= pivot[None, :], worth[:, None], 0.0)
+            else:  # above all pivots, or between them, which soon is rare
+                above = bits >= tl.load(low + row) + (PIVOTS << shift)
+                settled += tl.where(above, worth, 0.0)
+                worth = tl.where(above | (bits < tl.load(low + row)), 0.0, worth)
+                if tl.max(worth) > 0:
+                    part += tl.where(bits[:, None] >= pivot[None, :], worth[:, None], 0.0)
         place = parts + (row * blocks + block) * PIVOTS + tl.arange(0, PIVOTS)
-        tl.store(place, tl.sum(part, 0))
+        tl.store(place, tl.sum(part, 0) + tl.sum(settled))
         if _finished(arrived, row, blocks):
             each = tl.arange(0, BLOCKS)
             found = tl.load(parts + (row * blocks + each)[:, None] * PIVOTS + tl.arange(0, PIVOTS)[None, :],
@@ -168,7 +180,9 @@ def _first_above(weight, cumulative, target, SIZE: tl.constexpr):
 @triton.jit
 def _draw(logits, rows, positions, tokens, peaks, least, masses, arrived, temperatures, temperature_stride, min_ps,
           min_p_stride, seeds, seed_stride, vocab, stride, blocks, coldest, BLOCK: tl.constexpr,
-          BLOCKS: tl.constexpr):
+          BLOCKS: tl.constexpr, DEPENDENT: tl.constexpr):
+    dependent.begin(DEPENDENT)
+    dependent.wait(DEPENDENT)
     row, block = tl.program_id(0), tl.program_id(1)
     state = tl.load(rows + row)
     temperature = tl.load(temperatures + state * temperature_stride)
@@ -217,7 +231,8 @@ def best(logits: Tensor, arrived: Tensor) -> Choice:
                     torch.empty(rows, dtype=torch.int32, device=device))
     if rows:
         keys = torch.empty(grid.programs, dtype=torch.int64, device=device)
-        _best[grid.programs](logits, keys, arrived, *choice, *grid.sizes, BLOCK=BLOCK, BLOCKS=grid.blocks)
+        _best[grid.programs](logits, keys, arrived, *choice, *grid.sizes, BLOCK=BLOCK, BLOCKS=grid.blocks,
+                             **dependent.options())
     return choice
 
 
@@ -236,7 +251,7 @@ def cut_off(logits: Tensor, choice: Choice, rows: Tensor, parameters: RowParamet
         _narrow[grid.programs](
             logits, rows, choice.peaks, choice.least, low, goals, parts, arrived, *_columns(parameters, limits),
             *grid.sizes, shift, coldest, FIRST=shift == SHIFTS[0], LAST=shift == SHIFTS[-1], COUNT=count, BLOCK=BLOCK,
-            BLOCKS=grid.blocks, CHUNK=CHUNK, PIVOTS=PIVOTS)
+            BLOCKS=grid.blocks, CHUNK=CHUNK, PIVOTS=PIVOTS, **dependent.options())
 
 
 def draw(logits: Tensor, choice: Choice, rows: Tensor, positions: Tensor, parameters: RowParameters, coldest: float,
@@ -247,7 +262,8 @@ def draw(logits: Tensor, choice: Choice, rows: Tensor, positions: Tensor, parame
         masses = torch.empty(grid.programs, dtype=torch.float64, device=logits.device)
         _draw[grid.programs](
             logits, rows, positions, choice.tokens, choice.peaks, choice.least, masses, arrived,
-            *_columns(parameters, parameters.seed), *grid.sizes, coldest, BLOCK=BLOCK, BLOCKS=grid.blocks)
+            *_columns(parameters, parameters.seed), *grid.sizes, coldest, BLOCK=BLOCK, BLOCKS=grid.blocks,
+            **dependent.options())
 
 
 def _columns(parameters: RowParameters, last: Tensor) -> tuple[Tensor | int, ...]:

@@ -1,5 +1,7 @@
-"""Dense linear layers on CUDA devices."""
+"""Dense linear layers on CUDA devices: cuBLAS, and kernels of our own for few tokens."""
 from __future__ import annotations
+
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -19,10 +21,21 @@ class CudaLinear(DenseLinear):
         self.weight = self.rows.t()
         if self.bias is not None:
             self.bias = torch.empty(self.bias.shape, dtype=dtype, device=device)
-        self._widens = shape.wide and dtype in HALF and not shape.bias
+        half = dtype in HALF and self.rows.is_cuda
+        self._widens = shape.wide and half and not shape.bias
+        self._few = _few if half and find_spec("triton") is not None else None
 
     def apply(self, x: Tensor | Quantized) -> Tensor:
         values = x.values if isinstance(x, Quantized) else x
         if self._widens:
             return torch.mm(values, self.weight, out_dtype=torch.float32)
-        return super().apply(values)
+        product = None if self._few is None else self._few(values, self.rows, self.bias)
+        return super().apply(values) if product is None else product
+
+
+def _few(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """The product where a kernel of our own is faster than cuBLAS."""
+    from glowplug.kernels.triton import skinny_gemm  # behind a check that Triton is there
+
+    tile = skinny_gemm.rule(len(x), *weight.shape)
+    return None if tile is None else skinny_gemm.multiply(x, weight, bias, tile)
