@@ -1,4 +1,4 @@
-"""``glowplug tune moe``: the tables that routed experts read, over dense weights and in block FP8."""
+"""``glowplug tune moe``: the tables that ``moe_experts`` reads, for the experts of a plan's model."""
 from __future__ import annotations
 
 import json
@@ -6,9 +6,8 @@ import os
 from pathlib import Path
 
 from glowplug.core.plan import EnginePlan
-from glowplug.core.protocols import ExpertsShape
 from glowplug.core.tuning import LayerShapes, Log, TuneTable
-from glowplug.kernels.triton import fp8_tuning, moe_tuning, tuned
+from glowplug.kernels.triton import moe_tuning, tuned
 from glowplug.kernels.triton.moe_experts import Problem
 
 
@@ -19,31 +18,22 @@ class MoeTuner:
         self._dtype = plan.dtype
 
     def tables(self, shapes: LayerShapes, rows: tuple[int, ...]) -> list[TuneTable]:
-        return [self._table(shape, shapes.topk + shape.shared, shape.prefix in shapes.quantized, rows)
-                for shape in shapes.experts]
-
-    def _table(self, shape: ExpertsShape, topk: int, fp8: bool, rows: tuple[int, ...]) -> TuneTable:
-        count = shape.count + shape.shared
-        label = f"E={count},N={shape.inter},H={shape.hidden}"
-        if fp8:
-            whole = -(-shape.inter // fp8_tuning.BLOCK) * fp8_tuning.BLOCK
-            kept = fp8_tuning.Problem(count, topk, shape.hidden, whole, shape.shared)
-            path = tuned.FOLDER / kept.table_name
-            return TuneTable(f"{label},fp8", path, rows or fp8_tuning.ROWS, rows_in(path), kept)
-        problem = Problem(count, topk, shape.hidden, shape.inter, self._dtype)
-        path = tuned.FOLDER / problem.table_name
-        return TuneTable(label, path, rows or moe_tuning.TOKENS, rows_in(path), (problem, shape.shared))
+        found = []
+        for shape in shapes.experts:
+            if shape.prefix in shapes.quantized:
+                continue
+            problem = Problem(shape.count + shape.shared, shapes.topk + shape.shared, shape.hidden, shape.inter,
+                              self._dtype)
+            path = tuned.FOLDER / problem.table_name
+            label = f"E={problem.experts},N={problem.inter},H={problem.hidden}"
+            found.append(TuneTable(label, path, rows or moe_tuning.TOKENS, rows_in(path), (problem, shape.shared)))
+        return found
 
     def tune(self, table: TuneTable, seconds: float, log: Log) -> None:
-        table.path.parent.mkdir(parents=True, exist_ok=True)
-        workers = min(8, os.cpu_count() or 1)
-        if isinstance(table.problem, fp8_tuning.Problem):
-            fp8_tuning.tune_experts(table.problem, table.path, tokens=table.missing, seconds=seconds, workers=workers,
-                                    log=log)
-            return
         problem, shared = table.problem
-        moe_tuning.tune_experts(problem, shared, table.path, tokens=table.missing, seconds=seconds, workers=workers,
-                                log=log)
+        table.path.parent.mkdir(parents=True, exist_ok=True)
+        moe_tuning.tune_experts(problem, shared, table.path, tokens=table.missing, seconds=seconds,
+                                workers=min(8, os.cpu_count() or 1), log=log)
 
 
 def rows_in(path: Path) -> tuple[int, ...]:

@@ -128,19 +128,16 @@ def test_providers_of_several_products_share_a_file(tmp_path: Path) -> None:
     assert tune_fp8.providers_in(path, "N=1,K=2") == (8, 64)
 
 
-def test_experts_in_both_formats_have_tables(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_experts_over_dense_weights_are_moes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(moe_tuning, "tune_experts", lambda problem, shared, path, **more: asked.append(
-        ("dense", problem.experts, problem.topk, problem.inter, shared, more["tokens"])))
-    monkeypatch.setattr(fp8_tuning, "tune_experts", lambda problem, path, **more: asked.append(
-        ("fp8", problem.experts, problem.topk, problem.inter, problem.shared, more["tokens"])))
+        (problem.experts, problem.topk, problem.inter, shared, more["tokens"])))
     tuner = tune_moe.MoeTuner(bare_plan())
-    tables = tuner.tables(SHAPES, ROWS)
-    assert len({table.path for table in tables}) == len({table.label for table in tables}) == 2
-    tables[1].path.write_text('{"8": {}}')
-    for table in tuner.tables(SHAPES, ROWS):
-        tuner.tune(table, 1.0, print)
-    assert asked == [("dense", 9, 3, 192, 1, ROWS), ("fp8", 9, 3, 256, 1, (128,))]
+    table, = tuner.tables(SHAPES, ROWS)
+    table.path.write_text('{"8": {}}')
+    table, = tuner.tables(SHAPES, ROWS)
+    tuner.tune(table, 1.0, print)
+    assert asked == [(9, 3, 192, 1, (128,))]
 
 
 def test_both_tuners_are_registered() -> None:
