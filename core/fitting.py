@@ -109,12 +109,18 @@ class RankMemory:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """What graphs take: of torch's memory and of the driver's."""
+        """What graphs take: of torch's memory and of the driver's.
+
+        NOTE: what their pool has from the device, since nothing else can use it, whether tensors live there or not.
+        """
         with self.naming("capture"):
-            outside = self.meter.outside
+            self.gauge.settle()
+            claimed, outside = self.gauge.claimed(), self.meter.outside
             yield
+            self.gauge.settle()
             self.meter.mark("graphs")
-            self.meter.lines["graphs"] += max(0, self.meter.outside - outside)
+            taken = max(0, self.gauge.claimed() - claimed) + max(0, self.meter.outside - outside)
+            self.meter.lines["graphs"] = taken if self.measures else self.meter.lines["graphs"]
 
     def test(self, runner: Runner, parallel: ParallelStack) -> None:
         """First steps over the real pool; on a device the largest ones too, so that no request's is the first."""
