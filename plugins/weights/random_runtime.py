@@ -46,11 +46,14 @@ class RandomSource:
         return {}
 
     def read(self, target: WeightTarget) -> Tensor:
-        return self._make(target.name, tuple(target.shape), target.dtype, torch.device("cpu"))[target.index]
+        return self._on(torch.device("cpu"), target)
 
     def stream(self, targets: Sequence[WeightTarget]) -> Iterator[tuple[WeightTarget, Tensor]]:
         for target in targets:
-            yield target, self._make(target.name, tuple(target.shape), target.dtype, self._device)[target.index]
+            yield target, self.read(target) if self._device.type == "cpu" else self._on(self._device, target)
+
+    def _on(self, device: torch.device, target: WeightTarget) -> Tensor:
+        return self._make(target.name, tuple(target.shape), target.dtype, device)[target.index]
 
     def close(self) -> None:
         pass
