@@ -7,7 +7,15 @@ from torch import Tensor
 from glowplug.core.protocols import Limits
 from glowplug.kernels.triton import sampling as kernel
 from glowplug.plugins.sampling.row_state import GREEDY_BELOW, Feature
-from glowplug.plugins.sampling.torch_sampler_runtime import MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P, TorchSampler
+from glowplug.plugins.sampling.torch_sampler_runtime import (
+    CAPTURED,
+    MIN_P,
+    SEED,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    TorchSampler,
+)
 
 
 class TritonSampler(TorchSampler):
@@ -31,6 +39,9 @@ class TritonSampler(TorchSampler):
         self._choose_for(everything, torch.zeros(1, self._vocab, device=self._device), none, none)
         self._floats.device.zero_()
         self._ints.device.zero_()
+
+    def capture_key(self) -> str | None:
+        return CAPTURED.get(self._step & ~Feature.MIN_P)  # which a draw looks at anyway
 
     def _choose(self, logits: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         return self._choose_for(self._step, logits, rows, positions)
