@@ -3,8 +3,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -97,6 +98,15 @@ def run_static_batch(llm: LLM, prompts: Sequence[list[int]], output_len: int) ->
             marks.append(now)
     decodes = tuple(later - earlier for earlier, later in zip(marks, marks[1:]))
     return BatchTimes(len(prompts), len(prompts[0]), output_len, prefill, decodes, now - begun)
+
+
+def traced(llm: LLM, label: str, work: Callable[[], object]) -> Path:
+    """``work`` once more under torch's profiler; the Chrome trace. NOTE: tracing slows it down, so it never counts."""
+    from glowplug.core.profiling import profile_folder  # here, since it needs torch
+
+    llm.control("profile_start", label=label)
+    work()
+    return profile_folder() / str(llm.control("profile_stop")["file"])
 
 
 def median_run(runs: Sequence[BatchTimes]) -> BatchTimes:

@@ -12,6 +12,7 @@ from glowplug.core.errors import GlowplugError
 from glowplug.entrypoints.bench import report
 from glowplug.entrypoints.bench.datasets import random_lengths
 from glowplug.entrypoints.bench.engine_options import add_engine_options, engine_config
+from glowplug.entrypoints.bench.in_process import traced
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--random-output-len", "--random-output", "--output-len", type=int, default=64)
     group.add_argument("--random-range-ratio", type=float, default=1.0, help="lengths in [length * ratio, length]")
     group.add_argument("--repeat", type=int, default=3, help="runs; the one of median duration is reported")
+    group.add_argument("--profile", action="store_true", help="trace one further run with torch's profiler")
     group.add_argument("--result-filename", "--output-file", default=None, metavar="FILE", help="append a JSON line")
     add_engine_options(parser)
 
@@ -58,6 +60,8 @@ def _measure(args: argparse.Namespace, config: dict[str, Any]) -> list[dict[str,
             if index:  # the first run warms up
                 generated = sum(len(result.token_ids) for result in done)
                 records.append(_record(args, llm.plan.device, sum(inputs), generated, duration))
+        if args.profile:
+            print("trace:", traced(llm, "offline", lambda: llm.generate(prompts, params)))
     return records
 
 

@@ -13,7 +13,7 @@ from glowplug.entrypoints.bench import report
 from glowplug.entrypoints.bench.conditions import conditions
 from glowplug.entrypoints.bench.engine_options import add_engine_options, engine_config
 from glowplug.entrypoints.bench.floor import card_bandwidth, plan_floor
-from glowplug.entrypoints.bench.in_process import BatchTimes, median_run, random_ids, run_static_batch
+from glowplug.entrypoints.bench.in_process import BatchTimes, median_run, random_ids, run_static_batch, traced
 
 if TYPE_CHECKING:
     from glowplug.entrypoints.llm import LLM
@@ -106,17 +106,10 @@ def _measure(args: argparse.Namespace, llm: LLM, rng: random.Random, shape: tupl
                         for _ in range(max(args.repeat, 1))])
     show(times, args.log_decode_step)
     if args.profile:
-        _trace(llm, random_ids(rng, batch, length, vocab), output)
+        prompts = random_ids(rng, batch, length, vocab)
+        print("trace:", traced(llm, f"one-batch-{batch}-{length}-{output}",
+                               lambda: run_static_batch(llm, prompts, output)))
     return times
-
-
-def _trace(llm: LLM, prompts: list[list[int]], output: int) -> None:
-    """One more run under the profiler. NOTE: never one of the measured runs, which tracing would slow down."""
-    from glowplug.core.profiling import profile_folder  # here, since it needs torch
-
-    llm.control("profile_start", label=f"one-batch-{len(prompts)}-{len(prompts[0])}-{output}")
-    run_static_batch(llm, prompts, output)
-    print("trace:", profile_folder() / llm.control("profile_stop")["file"])
 
 
 def show(times: BatchTimes, every: int) -> None:

@@ -1,6 +1,7 @@
 """Measures configurations of the block-scaled FP8 product and writes the tables that ``fp8_gemm`` reads.
 
-Each is timed inside a graph over several weights in turn, so that they come from memory as they do in a model. Kernels are compiled ahead in processes of their own, because that takes longer than measuring them.
+Each is timed inside a graph over several weights in turn, so that they come from memory as they do in a model. Kernels
+are compiled ahead in processes of their own, because that takes longer than measuring them.
 """
 from __future__ import annotations
 

@@ -123,6 +123,20 @@ def test_random_weights_without_a_tokenizer(tmp_path: Path, capsys: pytest.Captu
     assert "floor_share" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("words", [("one-batch", "--batch-size", "2", "--input-len", "9"),
+                                   ("offline", "--num-prompts", "3", "--input-len", "9")])
+def test_a_profile_is_a_chrome_trace_of_a_further_run(words: tuple[str, ...], tmp_path: Path,
+                                                      monkeypatch: pytest.MonkeyPatch,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("GLOWPLUG_PROFILE_DIR", str(tmp_path / "traces"))
+    folder = write_config(tmp_path / "m", "llama")
+    assert run(*words, "--model", str(folder), "--load-format", "dummy", "--device", "cpu", "--output-len", "3",
+               "--repeat", "1", "--profile") == 0
+    trace, = (tmp_path / "traces").iterdir()
+    assert f"trace: {trace}" in capsys.readouterr().out
+    assert len(json.loads(trace.read_text())["traceEvents"]) > 50
+
+
 # ---- beside other engines -------------------------------------------------------------------------------------------
 
 STATIC_LINE = {"batch_size": 8, "input_len": 1024, "prefill_throughput": 67000.0, "median_decode_latency": 0.00726}
