@@ -84,8 +84,8 @@ def absorb(q_nope: Tensor, w_uk: Tensor, absorbed: Tensor) -> None:
     torch.bmm(q_nope.transpose(0, 1), w_uk, out=absorbed[..., : w_uk.shape[2]].transpose(0, 1))
 
 
-def project(latent: Tensor, w_uv: Tensor, out: Tensor) -> None:
-    """latent [T, H, C] times w_uv [H, C, V] into out [T, H, V]."""
+def project(latent: Tensor, w_uv: Tensor, out: Tensor, follows: bool = False) -> None:
+    """latent [T, H, C] times w_uv [H, C, V] into out [T, H, V]. ``follows`` is of the kernel's."""
     torch.bmm(latent.transpose(0, 1), w_uv, out=out.transpose(0, 1))
 
 

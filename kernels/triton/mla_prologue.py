@@ -13,9 +13,9 @@ from glowplug.kernels.triton import dependent
 
 HEADS = 16  #: query heads a program rotates
 GATHERED = 8  #: cache entries a program of ``gather`` copies
-FEW = 64  #: decoding tokens up to which W_UK's product is quicker in the prologue than as one of cuBLAS
-FEW_PROJECTED = 2048  #: tokens times heads up to which W_UV's product is quicker here
-UK_COLUMNS, UV_COLUMNS = 64, 16  #: of one head's product that a program makes
+FEW = 64  #: decoding tokens up to which W_UK's product is quicker in the prologue than as one of cuBLAS,
+FEW_PAIRS = 2048  #: twice as many where tokens times heads are no more than these; of W_UV's product as well
+UK_COLUMNS = 64  #: of one head's product that a program makes
 
 
 @triton.jit
@@ -169,7 +169,7 @@ def prologue(query: Tensor, compressed: Tensor, norm_weight: Tensor, eps: float,
     if not tokens:
         return
     block = min(HEADS, triton.next_power_of_2(heads))
-    parts, few = 1 + triton.cdiv(heads, block), 0 < decode <= FEW
+    parts, few = 1 + triton.cdiv(heads, block), 0 < decode <= (2 * FEW if decode * heads <= FEW_PAIRS else FEW)
     uk_block = min(UK_COLUMNS, triton.next_power_of_2(lora))
     uk_blocks = triton.cdiv(lora, uk_block) if few else 0
     _prologue[(tokens * parts + heads * uk_blocks,)](
@@ -189,18 +189,21 @@ def absorb(q_nope: Tensor, w_uk: Tensor, absorbed: Tensor) -> None:
     _bmm(q_nope, w_uk, absorbed[..., : w_uk.shape[2]])
 
 
-def project(latent: Tensor, w_uv: Tensor, out: Tensor) -> None:
-    """As ``kernels.mla.project``. latent and out are contiguous in their last dimension."""
+def project(latent: Tensor, w_uv: Tensor, out: Tensor, follows: bool = False) -> None:
+    """As ``kernels.mla.project``. latent and out are contiguous in their last dimension.
+
+    ``follows``: the kernel before waits for those before it, as ``dependent`` asks, so that this one may start early.
+    """
     tokens, heads, size = latent.shape
-    if tokens * heads > FEW_PROJECTED:
+    if tokens > FEW or tokens * heads > FEW_PAIRS:
         _bmm(latent, w_uv, out)
     elif tokens:
         columns = w_uv.shape[2]
-        block = min(UV_COLUMNS, triton.next_power_of_2(columns))
+        block = min(32 if tokens <= 16 else 64, triton.next_power_of_2(columns))
         _by_heads[(heads, triton.cdiv(columns, block))](
             latent, w_uv, out, tokens, latent.stride(0), latent.stride(1), *w_uv.stride(), out.stride(0), out.stride(1),
             SIZE=size, COLUMNS=columns, ROWS=_tile(tokens), BLOCK=block, DEPTH=_tile(size), num_warps=4,
-            **dependent.options())
+            **(dependent.options() if follows else {"DEPENDENT": False}))
 
 
 def _bmm(x: Tensor, w: Tensor, out: Tensor) -> None:

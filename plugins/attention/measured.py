@@ -9,7 +9,7 @@ import math
 
 #: query heads of a rank -> (most tokens of a step, kernel), fewest first; the last one holds for any number
 FASTEST: dict[int, tuple[tuple[float, str], ...]] = {
-    16: ((8, "triton"), (math.inf, "flashmla")),
+    16: ((16, "triton"), (64, "flashmla"), (math.inf, "triton")),
     128: ((math.inf, "flashmla"),),
 }
 

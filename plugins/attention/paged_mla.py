@@ -38,9 +38,14 @@ class PagedMla:
 
     Decoding rows attend in latent space: their queries are absorbed, [latent size | rotary size] a head. Prefill rows
     expand latents to per-head keys and values.
+
+    Attributes:
+        follows: the last kernel of ``decode`` waits for those before it (``kernels/triton/dependent.py``), so that the
+            next may start before it ends. NOTE: the libraries' merges return early and do not.
     """
 
     takes_projections = True
+    follows = False
 
     def __init__(self, options: AttentionOptions, plan: EnginePlan, worker: Worker) -> None:
         facts = plan.facts.model
@@ -146,7 +151,7 @@ class PagedMla:
         out = query.new_empty(step.decode + query.shape[0], layer.heads, layer.v_dim)
         if step.decode:
             latent = self.decode(absorbed, kv, layer.scale, layer)
-            self._kernels.project(latent, layer.w_uv, out[: step.decode])
+            self._kernels.project(latent, layer.w_uv, out[: step.decode], self.follows)
         for rows in step.ragged:
             at = slice(rows.first - step.decode, rows.first - step.decode + rows.tokens)
             out[rows.first : rows.first + rows.tokens] = self._ragged(rows, query[at], own[at], kv, layer)

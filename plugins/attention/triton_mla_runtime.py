@@ -29,6 +29,8 @@ class _Rows:
 class TritonMla(PagedMla):
     """Both kernels read a step's tensors as they lie, so nothing is prepared and nothing belongs to a slot."""
 
+    follows = True
+
     def __init__(self, options: TritonMlaOptions, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
         self._context = plan.sizes.positions

@@ -64,9 +64,9 @@ def test_it_writes_what_the_reference_writes(sizes: tuple[int, ...], interleaved
 def test_products_by_heads(sizes: tuple[int, ...]) -> None:
     case = Case(*sizes, seed=4)
     tokens, decode, heads, nope, lora, turned = sizes
-    for few in (0, mla_prologue.FEW_PROJECTED):
+    for few in (0, mla_prologue.FEW_PAIRS):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(mla_prologue, "FEW_PROJECTED", few)
+            patch.setattr(mla_prologue, "FEW_PAIRS", few)
             made = [case.absorbed.clone(), case.absorbed.clone()]
             out = [case.own.new_full((tokens, heads, 5), NAN) for _ in range(2)]
             for where, kernels in enumerate((mla_prologue, mla)):
