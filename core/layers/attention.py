@@ -49,7 +49,7 @@ class MlaAttention(Module):
             f"{name}.kv_a_proj_with_mqa", sizes.kv_lora + sizes.rope, "replicated", bias=sizes.bias)])
         self._split = [self.input_proj.outputs[0], sizes.kv_lora, sizes.rope]
         self._halves = [self._split[0], sizes.kv_lora + sizes.rope]
-        self._projected = context.attention.mla_projected if context.attention.takes_projections else None
+        self._projected = context.attention.mla_projected
         self._split_query = [sizes.nope, sizes.rope]
         self.q_norm: RmsNorm | None = None
         if not direct:

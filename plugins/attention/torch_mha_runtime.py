@@ -10,7 +10,7 @@ from glowplug.core.batch import Batch
 from glowplug.core.memory.layout import KVEntry, KVLayout
 from glowplug.core.mesh import axis_size
 from glowplug.core.plan import EnginePlan
-from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, RopeRows, Worker
+from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, Worker
 from glowplug.kernels import mha
 from glowplug.kernels.merge import merge_states
 from glowplug.plugins.attention.paging import Group, GroupLimits, LongRow, kv_layers, plan_groups, store
@@ -23,7 +23,7 @@ PIECE_NUMBERS = 1 << 24  #: the same for prefill rows; a longer cached prefix go
 class TorchMha:
     """Per-head attention over a paged cache of ``k`` and ``v``, key heads local to this rank."""
 
-    takes_projections = False
+    mla_projected = None
 
     def __init__(self, options: TorchMhaOptions, plan: EnginePlan, worker: Worker) -> None:
         self._plan = plan
@@ -53,10 +53,6 @@ class TorchMha:
 
     def mla(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, layer: MlaLayer) -> Tensor:
         raise NotImplementedError("torch_mha offers kind mha only")
-
-    def mla_projected(self, query: Tensor, compressed: Tensor, norm_weight: Tensor, eps: float, at: RopeRows,
-                      layer: MlaLayer) -> Tensor:
-        raise NotImplementedError("it does not take projections")
 
     def store_mla(self, latent: Tensor, k_rope: Tensor, slots: Tensor, layer: MlaLayer) -> None:
         raise NotImplementedError("torch_mha offers kind mha only")

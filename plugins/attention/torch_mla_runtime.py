@@ -9,7 +9,7 @@ from torch import Tensor
 from glowplug.core.batch import Batch
 from glowplug.core.memory.layout import KVEntry, KVLayout
 from glowplug.core.plan import EnginePlan
-from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, RopeRows, Worker
+from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, Worker
 from glowplug.kernels import few, mha, mla
 from glowplug.kernels.merge import merge_states
 from glowplug.plugins.attention.paging import (
@@ -36,7 +36,7 @@ class TorchMla:
     its whole cache and attends at once.
     """
 
-    takes_projections = False
+    mla_projected = None
 
     def __init__(self, options: TorchMlaOptions, plan: EnginePlan, worker: Worker) -> None:
         self._absorb = options.absorb
@@ -88,10 +88,6 @@ class TorchMla:
         if len(parts) == 1:
             return parts[0]
         return torch.cat(parts) if parts else q_nope.new_empty(0, layer.heads * layer.v_dim)
-
-    def mla_projected(self, query: Tensor, compressed: Tensor, norm_weight: Tensor, eps: float, at: RopeRows,
-                      layer: MlaLayer) -> Tensor:
-        raise NotImplementedError("it does not take projections")
 
     def store_mla(self, latent: Tensor, k_rope: Tensor, slots: Tensor, layer: MlaLayer) -> None:
         pool = self._kv[layer.index]
