@@ -182,7 +182,9 @@ def fetch_of(tile: int) -> int:
 def config_for(tokens: int, per_token: int, experts: int, inter: int, hidden: int) -> Config:
     """``first`` and ``second`` product, rows a tile (``BLOCK_M``), and whether the first activates (``FUSE``)."""
     found = tuned.table(table_name(experts, inter, hidden))
-    return rule(tokens, per_token, experts) if found is None else tuned.nearest(found, tokens)
+    if found is None or tokens > 2 * max(found):  # tiles for few rows are no good for many
+        return rule(tokens, per_token, experts)
+    return tuned.nearest(found, tokens)
 
 
 def _held(weight: Tensor, block_n: int, tma: bool) -> Tensor | TensorDescriptor:

@@ -81,12 +81,16 @@ class TritonGemm(_Library):
 
 
 class DeepGemm(_Library):
-    """DeepGEMM (DeepSeek-AI, 2025): compiles a kernel at the first use of a shape."""
+    """DeepGEMM (DeepSeek-AI, 2025).
+
+    NOTE: it compiles for seconds whenever its own rule picks tiles it has not used yet, and that depends on the rows.
+    So it only takes numbers that come back, few rows and full steps, not the odd sizes of prompts in a running server.
+    """
 
     name, module, function = "deep_gemm", "deep_gemm", "fp8_gemm_nt"
 
     def fits(self, rows: int, columns: int, depth: int) -> bool:
-        return depth % BLOCK == 0 and columns % 16 == 0
+        return depth % BLOCK == 0 and columns % 16 == 0 and (rows <= 128 or rows % 512 == 0)
 
     def __call__(self, x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> Tensor:
         out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.bfloat16, device=x.device)
@@ -155,7 +159,7 @@ PROVIDERS: tuple[type[TritonGemm] | type[DeepGemm] | type[Cutlass] | type[Cublas
 FEW = 64
 #: orders for shapes that nobody has measured, up to FEW rows and above; compilers at first use come last
 UNMEASURED_FEW = ("triton",)
-UNMEASURED = ("cutlass", "cublas", "triton")
+UNMEASURED = ("cublas", "cutlass", "triton")
 
 
 class Providers:
