@@ -61,7 +61,9 @@ def run(args: argparse.Namespace) -> int:
     except (GlowplugError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(show(found["rows"], args.context))
+    for row in found["rows"]:
+        del row["out"], row["key"]  # tensors, and what they were compared by
+    print(show(found["rows"]))
     for label, why in found["refused"].items():
         print(f"not measured: {label}: {why}")
     if args.output_file:
@@ -233,11 +235,8 @@ def _difference(out: Any, reference: Any) -> float | None:
 # ---- showing --------------------------------------------------------------------------------------------------------
 
 
-def show(rows: list[dict[str, Any]], context: int) -> str:
+def show(rows: list[dict[str, Any]]) -> str:
     """A table for each step, providers of a call under one another, and the sum of what the plan chose."""
-    for row in rows:
-        row.pop("out", None)
-        row.pop("key", None)
     parts = []
     for step in dict.fromkeys(row["step"] for row in rows):
         here = sorted((row for row in rows if row["step"] == step), key=_order)
