@@ -1,20 +1,20 @@
-"""Which decoding kernel was measured fastest, by query heads and tokens of a step, on one H200 in bf16.
+"""Which decoding kernel was measured fastest on one H200 in bf16, by queries that share a row's keys and rows of a step.
 
-Microseconds a layer at contexts 1024 and 4096 lie under ``docs/benchmarks``; a captured step's size is all that a graph
-fixes, so contexts are not told apart.
+A row's queries are its tokens times the heads of a rank. Microseconds a layer lie in ``docs/benchmarks``; a graph fixes
+the rows of its steps but not their lengths, so contexts are not told apart.
 """
 from __future__ import annotations
 
 import math
 
-#: query heads of a rank -> (most tokens of a step, kernel), fewest first; the last one holds for any number
+#: queries of a row -> (most rows of a step, kernel), fewest first; the last one holds for any number
 FASTEST: dict[int, tuple[tuple[float, str], ...]] = {
     16: ((16, "triton"), (64, "flashmla"), (math.inf, "triton")),
     128: ((math.inf, "flashmla"),),
 }
 
 
-def fastest(heads: int, tokens: int) -> str:
-    """The kernel for ``tokens`` decoding tokens of ``heads`` heads: by the row of the table nearest in heads."""
-    row = min(FASTEST, key=lambda measured: abs(math.log2(measured / heads)))
-    return next(kernel for most, kernel in FASTEST[row] if tokens <= most)
+def fastest(queries: int, rows: int) -> str:
+    """The kernel for ``rows`` decoding rows of ``queries`` queries each, by the table's line nearest in queries."""
+    line = min(FASTEST, key=lambda measured: abs(math.log2(measured / queries)))
+    return next(kernel for most, kernel in FASTEST[line] if rows <= most)

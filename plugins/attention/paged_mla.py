@@ -44,7 +44,6 @@ class PagedMla:
             next may start before it ends. NOTE: the libraries' merges return early and do not.
     """
 
-    takes_projections = True
     follows = False
 
     def __init__(self, options: AttentionOptions, plan: EnginePlan, worker: Worker) -> None:
