@@ -262,8 +262,8 @@ class SpeculativeAlgorithm(Protocol):
         """Token ids int64 [D, W] that the decoding rows of ``batch`` compute: the last accepted one, then drafts.
 
         Called for every step, with D 0 as well, so that ranks may take part in each other's drafting. ``batch`` is
-        complete but for ``input_ids``; on a device, positions and lengths are still the host's upper bounds. Device
-        work goes through ``batch.segments``, the tokens returned too.
+        complete but for ``input_ids``; on a device, positions and lengths are still the host's upper bounds. With a
+        width above one, device work goes through ``batch.segments``; otherwise it is part of the target's pass.
         """
         ...
 

@@ -91,18 +91,24 @@ class Runner:
     def step(self, batch: Batch) -> tuple[Accepted, torch.Tensor]:
         """See ``protocols.Steps``."""
         run = batch.segments.run
-        drafted = self.speculative.draft(batch).flatten()
-        prompts = batch.num_decodes < batch.num_rows
-        batch.input_ids = torch.cat([drafted, batch.input_ids]) if prompts else drafted
-        if self._speculates and batch.num_decodes and not self._on_host:
-            run("places", partial(self._place, batch))
+        if self._speculates:  # drafts plan attention themselves, and say where the step's own tokens go
+            self._feed(batch)
+            if batch.num_decodes and not self._on_host:
+                run("places", partial(self._place, batch))
         self.attention.plan_step(batch, batch.segments.part("forward"))
         hidden, logits = run("forward", partial(self._forward, batch))
         accept = partial(self._accept, batch, logits, hidden)
         key = None if batch.segments is DIRECT else self.sampler.capture_key()
         return (accept() if key is None else run(f"accept {key}", accept)), hidden
 
+    def _feed(self, batch: Batch) -> None:
+        drafted = self.speculative.draft(batch).flatten()
+        prompts = batch.num_decodes < batch.num_rows
+        batch.input_ids = torch.cat([drafted, batch.input_ids]) if prompts else drafted
+
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self._speculates:
+            self._feed(batch)
         hidden = self.model.forward(batch.input_ids, batch.positions, batch)
         return hidden, self.model.logits(hidden if batch.logits_index is None else hidden[batch.logits_index])
 

@@ -83,7 +83,7 @@ class Replaying(CudaGraph):
         record = slot.recorder.record
 
         def broken(work: Callable[[], Any]) -> Any:
-            name = next(reversed(slot._parts), "draft")
+            name = next(reversed(slot._parts), "")
             if self.breaks == f"{slot.shape.mode} {slot.shape.rows} {name}":
                 raise RuntimeError("made to fail")
             return record(work)

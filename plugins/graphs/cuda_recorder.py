@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -14,16 +15,20 @@ T = TypeVar("T")
 class CudaRecorder:
     """See ``slot.Recorder``. Graphs of one recorder must be replayed one after another, on one stream."""
 
+    WARM_IN_POOL = False
+
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pool = torch.cuda.graph_pool_handle()
+        self._memory = torch.cuda.MemPool() if self.WARM_IN_POOL else None
+        self._pool: Any = torch.cuda.graph_pool_handle() if self._memory is None else self._memory.id
 
     def record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             # NOTE: on the stream of the capture, since cuBLAS keeps a workspace for each stream, and graphs its address
-            work()
+            with nullcontext() if self._memory is None else torch.cuda.use_mem_pool(self._memory):
+                work()
             graph, results = self._capture(work)
         current.wait_stream(self._stream)
         graph.replay()

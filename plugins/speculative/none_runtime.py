@@ -31,7 +31,7 @@ class NoSpeculation:
         return None
 
     def draft(self, batch: Batch) -> Tensor:
-        return batch.segments.run("draft", lambda: self._last[batch.row_ids[: batch.num_decodes]])
+        return self._last[batch.row_ids[: batch.num_decodes]]
 
     def accept(self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
         accept = self._accept_all if batch.samples.all() else self._accept_some
