@@ -1,4 +1,4 @@
-"""Which decoding kernel was measured fastest on one H200 in bf16, by queries that share a row's keys and rows of a step.
+"""Which decoding kernel was measured fastest on one H200 in bf16, by queries that share keys and rows of a step.
 
 A row's queries are its tokens times the heads of a rank. Microseconds a layer lie in ``docs/benchmarks``; a graph fixes
 the rows of its steps but not their lengths, so contexts are not told apart.
