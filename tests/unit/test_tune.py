@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -148,3 +149,31 @@ def test_time_is_shared_out_over_what_is_missing(monkeypatch: pytest.MonkeyPatch
     one = [tune.TuneTable(str(number), Path("x"), (1,), (1,) if number == 1 else ()) for number in range(3)]
     tune._measure(Noted(), one, 10.0)  # type: ignore[arg-type]
     assert given == pytest.approx([5.0, 10.0], abs=0.1)
+
+
+class FakeRay:
+    """Runs each task at once, with the GPU that a cluster would give it."""
+
+    def __init__(self) -> None:
+        self.options: dict[str, object] = {}
+
+    def init(self, **options: object) -> None:
+        self.options = options
+
+    def remote(self, **needs: object) -> object:
+        assert needs == {"num_gpus": 1}
+        return lambda task: type("Task", (), {"remote": staticmethod(task)})
+
+    def get(self, results: list[object]) -> list[object]:
+        return results
+
+
+def test_a_ray_cluster_shares_the_tables(tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["tune", "sleepy", *MODEL, "--rows", "1", "--gpus", "2", "--ray"]
+    monkeypatch.setattr("sys.argv", ["glowplug", *words])
+    monkeypatch.setitem(sys.modules, "ray", FakeRay())
+    assert main(words) == 0
+    written = list(tables.iterdir())
+    assert len(written) >= 7
+    done = tune_workers._task(tune_workers._command([written[0].stem], 60.0))
+    assert done == {str(written[0]): written[0].read_text()}, "what a task on another host would send back"
