@@ -50,13 +50,15 @@ class FlashInferMla(PagedMla):
         self._heads = facts.num_heads // axis_size("attn_tp", plan.mesh)
         self._query, self._value = facts.config["qk_nope_head_dim"] + self._rope, facts.config["v_head_dim"]
         self._scale = RopeConfig.read(facts.config).softmax_scale(self._query)
+        self._workspace: Tensor | None = None  # one for all: their kernels run one after the other
         self._wrappers: dict[object, _Wrapper] = {}
         self._decode: _Wrapper | None = None
         self._calls: dict[int, _Wrapper] = {}
 
     def reserve(self, limits: Limits) -> None:
         super().reserve(limits)
-        self._workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=self._device)
+        if self._workspace is None:
+            self._workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=self._device)
 
     def plan_decode(self, batch: Batch, slot: object | None, first: int, rows: int, width: int) -> None:
         pages: Tensor = batch.page_table[first : first + rows].reshape(-1)
