@@ -30,6 +30,7 @@ def check_tensor(context: CheckContext) -> Iterator[Refusal]:
         return
     place = next((i for i, chosen in enumerate(context.chosen["parallel"]) if chosen.options is context.options), 0)
     block = kept_block(context)
+    said: set[str] = set()
     for model in (context.facts.model, context.facts.draft):
         if model is None:
             continue
@@ -39,8 +40,10 @@ def check_tensor(context: CheckContext) -> Iterator[Refusal]:
             return
         if found:
             fix = _fix(f"parallel.{place}.size", fitting_sizes(model, mesh, block), mesh)
-            yield from (Refusal(NAME, f"parallel.{place}.size", _reason(split, mesh, block, model), fix)
-                        for split in found)
+            reasons = [_reason(split, mesh, block, model) for split in found]
+            yield from (Refusal(NAME, f"parallel.{place}.size", reason, fix)
+                        for reason in reasons if reason not in said)
+            said.update(reasons)
 
 
 def kept_block(context: CheckContext) -> int:

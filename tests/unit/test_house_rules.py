@@ -3,8 +3,10 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import typing
+from pathlib import Path
 
 from glowplug.core import hookspecs, offers, options, protocols
 from glowplug.core.component import Options
@@ -12,7 +14,10 @@ from glowplug.core.slots import BY_NAME, SLOTS
 from tests.source_tree import ROOT, dotted, name_of, sources, tree
 
 #: files that may touch the environment, and why
+#: distributions whose packages go by another name
+IMPORT_NAMES = {"sglang-kernel": "sgl_kernel", "flashinfer-python": "flashinfer", "sgl-deep-gemm": "deep_gemm"}
 ENVIRONMENT_ACCESS = {
+    "entrypoints/tune_workers.py",  # CUDA_VISIBLE_DEVICES: deals the cards among the processes it starts
     "core/profiling.py",  # GLOWPLUG_PROFILE_DIR and its SGLang name, debug switches
     "core/configfile.py",  # "${NAME}" in the operator's own file
     "core/machine.py",  # CUDA_VISIBLE_DEVICES: which devices the driver gives this process
@@ -97,9 +102,19 @@ def test_components_are_complete() -> None:
 
 
 def test_factories_exist() -> None:
+    """By import; where a package that the component requires is not installed here, by a look at the source."""
     for slot, component in components():
         module, _, name = component.factory.partition(":")  # type: ignore[attr-defined]
-        assert callable(getattr(importlib.import_module(module), name)), (slot, component.factory)  # type: ignore[attr-defined]
+        try:
+            found = callable(getattr(importlib.import_module(module), name))
+        except ImportError as error:
+            missing = {package.name for package in component.requires  # type: ignore[attr-defined]
+                       if importlib.util.find_spec(IMPORT_NAMES.get(package.name, package.name)) is None}
+            assert missing, (slot, component.factory, error)  # type: ignore[attr-defined]
+            path = importlib.util.find_spec(module).origin  # type: ignore[union-attr]
+            found = name in {node.name for node in ast.parse(Path(path or "").read_text()).body
+                             if isinstance(node, ast.ClassDef)}
+        assert found, (slot, component.factory)  # type: ignore[attr-defined]
 
 
 def test_options_describe_themselves() -> None:
