@@ -5,9 +5,10 @@ kernels are compiled and libraries have their workspaces, so that the pool can h
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from glowplug.core.errors import GlowplugError
 from glowplug.core.layers.rope import Rope
 from glowplug.core.memory.fit import Left, compared, pages_that_fit
+from glowplug.core.memory.graph_bytes import FIXED, PER_SIZE
 from glowplug.core.memory.measure import Gauge, MemoryMeter, gauge_of
 from glowplug.core.memory.pool import KVPool
 from glowplug.core.parallel_stack import ParallelStack
@@ -23,7 +25,7 @@ from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Collectives, Limits, Model, Worker
 from glowplug.core.runner import Runner
 from glowplug.core.sizing import human
-from glowplug.core.warmup import FEW_PAGES, most_logits, most_tokens, warm_up
+from glowplug.core.warmup import FEW_PAGES, most_logits, most_rows, most_tokens, warm_up
 
 RUNTIME = "cuda runtime"
 FIXES = ("a smaller scheduler.chunk_size, fewer scheduler.max_running_requests, a smaller memory.fraction, "
@@ -43,6 +45,8 @@ class RankMemory:
         self.meter = MemoryMeter(gauge or gauge_of(worker.device))
         self.gauge = self.meter.gauge
         self.measures = self.gauge.measures
+        self._workspaces = 0
+        self._of_graphs = 0  # bytes that the driver holds for graphs
 
     def mark_model(self, line: str, model: Model) -> None:
         """What building ``model`` took is ``line``'s, its rotary table apart."""
@@ -93,17 +97,40 @@ class RankMemory:
         meter.mark(RUNTIME)
         warm_up(runner, self.plan, parallel.router())
         gauge.settle()
-        meter.mark(RUNTIME)  # workspaces that libraries take from torch
-        steps = []
-        for line, run in (("activations", most_tokens), ("logits", most_logits)):
-            claimed = gauge.claimed()
-            with meter.peak(line):
-                run(runner, self.plan)
-            steps.append(gauge.most_claimed() - max(claimed, gauge.claimed()))
+        meter.mark(RUNTIME)
+        self._workspaces = meter.lines[RUNTIME]  # that libraries take from torch
+        most_logits(runner, self.plan)
+        gauge.settle()
+        meter.mark("sampling state")  # it grows with what rows ask for, and stays
+        steps = [self._peak(line, run) for line, run in self._steps(runner)]
+        graphs = self._graphs(runner)
         meter.lines[RUNTIME] += meter.outside
         free, total = gauge.device()
-        graphs = sum(line.bytes for line in self.plan.budget if line.name == "graphs")
-        return Left(total=total, free=free, step=max(0, *steps), graphs=graphs)
+        return Left(total=total, free=free, step=max(steps), graphs=graphs)
+
+    def _steps(self, runner: Runner) -> list[tuple[str, Callable[[], None]]]:
+        """The largest steps by the line of the budget that they show."""
+        return [("activations", partial(most_tokens, runner, self.plan)),
+                ("logits", partial(most_logits, runner, self.plan))]
+
+    def _peak(self, line: str, run: Callable[[], None]) -> int:
+        """Measures ``line``; returns what the allocator claimed for it, which is more by fragmentation."""
+        claimed = self.gauge.claimed()
+        with self.meter.peak(line):
+            run()
+        return max(0, self.gauge.most_claimed() - max(claimed, self.gauge.claimed()))
+
+    def _graphs(self, runner: Runner) -> int:
+        """What capturing will take: the memory of the largest step captured, which all graphs share, and the driver's.
+
+        NOTE: a captured step is for the longest context, as its kernels' splits are those of every replay.
+        """
+        shapes = runner.graphs.shapes(self.plan)
+        if not shapes:
+            return 0
+        claimed = self._peak("graphs", partial(most_rows, runner, self.plan, max(rows for _, rows, _ in shapes)))
+        self.meter.lines["graphs"] += FIXED + len(shapes) * PER_SIZE
+        return claimed + FIXED + len(shapes) * PER_SIZE
 
     # ---- graphs and the self-test -----------------------------------------------------------------------------------
 
@@ -114,13 +141,10 @@ class RankMemory:
         NOTE: what their pool has from the device, since nothing else can use it, whether tensors live there or not.
         """
         with self.naming("capture"):
-            self.gauge.settle()
-            claimed, outside = self.gauge.claimed(), self.meter.outside
-            yield
-            self.gauge.settle()
-            self.meter.mark("graphs")
-            taken = max(0, self.gauge.claimed() - claimed) + max(0, self.meter.outside - outside)
-            self.meter.lines["graphs"] = taken if self.measures else self.meter.lines["graphs"]
+            outside = self.meter.outside
+            with self.meter.taking("graphs"):
+                yield
+            self._of_graphs = max(0, self.meter.outside - outside)
 
     def test(self, runner: Runner, parallel: ParallelStack) -> None:
         """First steps over the real pool; on a device the largest ones too, so that no request's is the first."""
@@ -130,9 +154,8 @@ class RankMemory:
                 self.meter.mark("activations")
                 return
             self.gauge.settle()
-            for line, run in (("activations", most_tokens), ("logits", most_logits)):
-                with self.meter.peak(line):
-                    run(runner, self.plan)
+            for line, run in self._steps(runner):
+                self._peak(line, run)
             self.gauge.restart()
 
     # ---- words ------------------------------------------------------------------------------------------------------
@@ -158,7 +181,7 @@ class RankMemory:
             if name in self.meter.again:
                 lines[name]["served"] = self.meter.again[name]
         if self.measures:
-            lines[RUNTIME]["served"] = self.meter.outside
+            lines[RUNTIME]["served"] = self.meter.outside + self._workspaces - self._of_graphs
             lines["step"] = {"planned": None, "measured": self._most_of_steps(), "served": self._since_ready()}
         return lines
 
@@ -167,6 +190,11 @@ class RankMemory:
 
     def _since_ready(self) -> int:
         return max(0, self.gauge.most() - self.gauge.held())
+
+    def graphs(self) -> str:
+        """For the log: what graphs really took."""
+        took = self.meter.again.get("graphs", self.meter.lines.get("graphs", 0))
+        return f"graphs take {human(took)}, {human(self._of_graphs)} of it the driver's"
 
     def summary(self) -> str:
         """One line for the log: what each line of the budget came to, and how far the plan was off."""

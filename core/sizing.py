@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from glowplug.core.draft import Draft
 from glowplug.core.errors import Refusal
 from glowplug.core.facts import ModelFacts
-from glowplug.core.memory.graph_bytes import graph_line
 from glowplug.core.memory.layout import DTYPE_BYTES
+from glowplug.core.memory.step_bytes import workspace_lines
 from glowplug.core.mesh import axis_size
 from glowplug.core.offers import AttentionOffers, QuantizationOffers, SpeculativeOffers
-from glowplug.core.parameters import stated
 from glowplug.core.plan import BudgetLine, Sizes
 from glowplug.core.rank_bytes import Storage, weights_by_rank
 from glowplug.core.weight_classes import Tally
@@ -23,7 +22,6 @@ GIB = 1 << 30
 CPU_SHARE = 0.7  #: of the memory, so that the machine stays usable
 CPU_KV_CAP = 4 * GIB  #: a CPU plan takes no more for the KV cache unless told to
 KV_SPARE = 4  #: times what sequences in flight can use at most, for the prefix cache
-CUDA_RUNTIME = GIB + GIB // 2  #: CUDA context, libraries' workspaces, fragmentation of the allocator
 CUDA_RESERVE = 0.02  #: of the device, left free
 DEFAULTS = {  #: device -> (sequences in flight, prompt tokens a step, tokens a page)
     "cpu": (64, 1024, 16),
@@ -45,7 +43,7 @@ def size(draft: Draft) -> tuple[Sizes, tuple[BudgetLine, ...]] | None:
     device = draft.values["device"]
     rows, chunk, page = (_rows(draft, device), _chunk(draft, device), _page(draft, device))
     step_tokens = chunk + rows * draft.values["width"]
-    fixed = [*_weights(draft), *_workspaces(draft, rows, step_tokens, device)]
+    fixed = [*_weights(draft), *workspace_lines(draft, rows, step_tokens, device)]
     room = _room(draft, device, fixed)
     if room.left <= 0:
         draft.refusals.append(_too_big(draft, fixed, room))
@@ -132,46 +130,6 @@ def _weight_line(draft: Draft, name: str, model: ModelFacts, elements: Tally, st
     if ranks > 1:
         how += f", over {ranks} ranks"
     return BudgetLine(name, max(held), how, held if len(set(held)) > 1 else ())
-
-
-def _workspaces(draft: Draft, rows: int, step_tokens: int, device: str) -> list[BudgetLine]:
-    """Activations of the largest step, logits of every row, rotary tables, and what the CUDA runtime takes."""
-    model, mesh = draft.facts.model, draft.values["mesh"]
-    gathered, how = step_tokens * mesh.get("dp", 1), f"a step of {step_tokens} tokens"
-    if gathered > step_tokens:
-        how += f", {gathered} of {mesh['dp']} groups in the feed-forward layers"
-    parts = axis_size("attn_tp", mesh)
-    vocabulary = -(-model.vocab_size // parts) * parts
-    logits = rows * draft.values["width"] * vocabulary * 4 * 3
-    lines = [BudgetLine("activations", _activations(draft, step_tokens, gathered), how),
-             BudgetLine("logits", logits, f"{rows * draft.values['width']} rows of {vocabulary} tokens, float32, three "
-                        "copies")]
-    if model.kind == "mla" or model.head_dim:
-        lines.append(_rope_tables(draft))
-    if device == "cuda":
-        lines.append(BudgetLine("cuda runtime", CUDA_RUNTIME, "context, libraries, allocator"))
-        graphs = graph_line(draft, rows, lambda tokens: _activations(draft, tokens, tokens * mesh.get("dp", 1)))
-        lines += [graphs] if graphs is not None else []
-    if draft.config.memory.reserve_bytes:
-        lines.append(BudgetLine("reserve", draft.config.memory.reserve_bytes, "memory.reserve_bytes"))
-    return lines
-
-
-def _activations(draft: Draft, own: int, gathered: int) -> int:
-    """Bytes of a step: ``own`` tokens of this rank's group in attention, ``gathered`` of all in feed-forward layers."""
-    model, mesh, element = draft.facts.model, draft.values["mesh"], DTYPE_BYTES[draft.values["dtype"]]
-    width = max(-(-stated(model, "intermediate_size") // axis_size("tp", mesh)),
-                -(-stated(model, "moe_intermediate_size") // axis_size("moe_tp", mesh)), model.hidden_size)
-    heads = -(-model.num_heads // axis_size("attn_tp", mesh)) * (model.head_dim + stated(model, "v_head_dim"))
-    numbers = own * (4 * model.hidden_size + 3 * heads) + gathered * (2 * model.hidden_size + 3 * width)
-    return int(numbers * max(element, 4))
-
-
-def _rope_tables(draft: Draft) -> BudgetLine:
-    model, tables = draft.facts.model, 1 + draft.values["draft_layers"]
-    positions = draft.config.context_length or model.max_positions
-    size = positions * (model.qk_rope_head_dim or model.head_dim) * 4 * tables
-    return BudgetLine("rotary tables", size, f"{positions} positions, float32" + (", twice" if tables > 1 else ""))
 
 
 def _room(draft: Draft, device: str, fixed: list[BudgetLine]) -> Room:

@@ -52,12 +52,16 @@ def most_tokens(runner: Runner, plan: EnginePlan) -> None:
         _run(runner, batch, batch)
 
 
+def most_rows(runner: Runner, plan: EnginePlan, rows: int) -> None:
+    """So many rows decode at the end of the longest sequence."""
+    batch = _decoding(plan, rows, plan.sizes.context_length)
+    _run(runner, batch, batch)
+
+
 def most_logits(runner: Runner, plan: EnginePlan) -> None:
     """Every row decodes and asks for all that sampling offers; then a prompt is scored."""
     sizes = plan.sizes
-    mode = Mode.DECODE if sizes.width == 1 else Mode.VERIFY
-    batch = _scratch_batch(plan, mode, sizes.max_running, sizes.width,
-                           min(sizes.context_length, WARM_TOKENS + sizes.width), np.zeros(0, np.int32))
+    batch = _decoding(plan, sizes.max_running, min(sizes.context_length, WARM_TOKENS + sizes.width))
     batch.joined = [Sequence(id=-1, prompt=np.zeros(1, np.int32), params=EVERYTHING, row=row)
                     for row in range(sizes.max_running)]
     try:
@@ -105,8 +109,13 @@ def _ids(plan: EnginePlan, count: int) -> np.ndarray:
 def _decode(plan: EnginePlan, step: int = 1) -> Batch:
     """Rows of width tokens; where lengths live on the device, the first of them is the prompt just computed, and
     ``step`` is the number of this step behind it."""
-    width, rows = plan.sizes.width, min(plan.sizes.max_running, 8)
-    mode, most = (Mode.DECODE, width) if width == 1 else (Mode.VERIFY, _prompt_length(plan) + step * width)
+    width = plan.sizes.width
+    return _decoding(plan, min(plan.sizes.max_running, 8), width if width == 1 else _prompt_length(plan) + step * width)
+
+
+def _decoding(plan: EnginePlan, rows: int, most: int) -> Batch:
+    width = plan.sizes.width
+    mode = Mode.DECODE if width == 1 else Mode.VERIFY
     return _scratch_batch(plan, mode, rows, width, most, np.zeros(0, np.int32))
 
 

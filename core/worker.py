@@ -80,7 +80,7 @@ class RankBuilder:
         with self.phases.run("capture") as remarks:
             with self.memory.capturing():
                 runner.graphs.capture(runner, self.phases.progress("capture"))
-            remarks.append(f"graphs take {human(self.memory.meter.lines['graphs'])}")
+            remarks.append(self.memory.graphs())
         with self.phases.run("self-test"):
             self.memory.test(runner, context.parallel)
         context.parallel.forget_load()

@@ -128,6 +128,17 @@ class MemoryMeter:
         into[line] = max(0, self.gauge.most() - before)
         self._last = self.gauge.held()
 
+    @contextmanager
+    def taking(self, line: str) -> Iterator[None]:
+        """What the device has less of afterwards, whoever took it, is ``line``'s."""
+        self.gauge.settle()
+        before, _ = self.gauge.device()
+        yield
+        self.gauge.settle()
+        into = self.again if line in self.lines else self.lines
+        into[line] = max(0, before - self.gauge.device()[0])
+        self._last = self.gauge.held()
+
     @property
     def outside(self) -> int:
         """Bytes of the device that torch's allocator does not hold: the CUDA context, kernels, libraries' own memory,
