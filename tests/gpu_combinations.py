@@ -86,12 +86,15 @@ class Cell:
                 "" if self.overlap else "no_overlap"]
         return "-".join(part for part in said if part)
 
+    @property
+    def weights(self) -> str:
+        """Name of the weights: of the model, as the scheme keeps them."""
+        return f"{self.model}-{self.quantization}"
+
     def bound(self, device: str) -> Bound:
         if device == "cpu":
             return BOUNDS["exact"]
-        fp8 = "fp8" in (self.kv_dtype, self.kv_dtype[:3]) or self.model.endswith("fp8") or \
-            self.quantization == "block_fp8"
-        return BOUNDS["fp8" if fp8 else "bfloat16"]
+        return BOUNDS["fp8" if "fp8" in f"{self.weights} {self.kv_dtype}" else "bfloat16"]
 
     def config(self, folder: Path, device: str) -> dict[str, Any]:
         found: dict[str, Any] = {
@@ -191,29 +194,31 @@ def prompts() -> list[list[int]]:
 
 
 class Reference:
-    """Plain torch in float32, one engine for each model; it scores tokens that others chose."""
+    """Plain torch in float32, one engine for each model and format of its weights; it scores tokens others chose."""
 
     def __init__(self, folder: Path, device: str) -> None:
         self._folder, self._device = folder, device
         self._engines: dict[str, LLM] = {}
         self._known: dict[tuple[str, tuple[int, ...]], list[tuple[float, float]]] = {}
 
-    def _engine(self, model: str) -> LLM:
-        if model not in self._engines:
+    def engine(self, cell: Cell) -> LLM:
+        """That of ``cell``'s weights: quantised while loading they are other ones."""
+        model, name = cell.model, cell.weights
+        if name not in self._engines:
             config = Cell(model, "torch_mha" if model in KINDS else "torch_mla", ops="torch", radix=False,
                           overlap=False).config(self._folder, self._device)
             config |= {"dtype": "float32", "memory": {"kv_tokens": 4 * KV_TOKENS}}
-            if model.endswith("fp8"):
+            if "fp8" in name:
                 config["quantization"] = {"use": "block_fp8", "activations": "none"}
-            self._engines[model] = LLM(**config, plugins=AGREEING)
-        return self._engines[model]
+            self._engines[name] = LLM(**config, plugins=AGREEING)
+        return self._engines[name]
 
-    def score(self, model: str, prompt: list[int], tokens: list[int]) -> list[tuple[float, float]]:
+    def score(self, cell: Cell, prompt: list[int], tokens: list[int]) -> list[tuple[float, float]]:
         """(its log-probability, the best one) at each of ``tokens`` behind ``prompt``."""
-        key = model, (*prompt, *tokens)
+        key = cell.weights, (*prompt, *tokens)
         if key not in self._known:
             params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, ignore_eos=True)
-            scored = self._engine(model).generate([[*prompt, *tokens]], params)[0].prompt_logprobs
+            scored = self.engine(cell).generate([[*prompt, *tokens]], params)[0].prompt_logprobs
             assert scored is not None
             first = len(prompt) - 1
             self._known[key] = [(own, best[0]) for own, best in zip(scored.token[first:], scored.top[first:])]
@@ -251,9 +256,9 @@ def run(cell: Cell, reference: Reference, folder: Path, device: str) -> Outcome:
     for prompt, plain, scored in zip(asked, first, again):
         assert len(plain.token_ids) == len(scored.token_ids) == TOKENS, f"{cell.name}: a request ended early"
         assert scored.logprobs is not None
-        known = reference.score(cell.model, prompt, plain.token_ids)
+        known = reference.score(cell, prompt, plain.token_ids)
         regrets += [best - own for own, best in known]
-        known = reference.score(cell.model, prompt, scored.token_ids)
+        known = reference.score(cell, prompt, scored.token_ids)
         shifts += [abs(said - own) for said, (own, _) in zip(scored.logprobs.token, known)]
     verified = stats.drafted_tokens / max(1, cell.steps)
     outcome = Outcome(float(np.mean(np.array(regrets) < 1e-6)), float(np.mean(regrets)), float(np.median(shifts)),

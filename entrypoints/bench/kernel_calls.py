@@ -143,7 +143,7 @@ class RecordedAttention:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._backend, name)
-        if name not in ("mla", "mla_projected", "mha"):
+        if name not in ("mla", "mla_projected", "mha") or found is None:
             return found
         return self._recorder.wrap("attention", name, found, self._cost)
 

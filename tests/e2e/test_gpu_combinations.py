@@ -49,7 +49,8 @@ def on_cpu(small: Path) -> Iterator[Reference]:
 
 @pytest.mark.parametrize("cell", [
     Cell("v2", "torch_mla", chunked=True), Cell("v3", "torch_mla", steps=1, radix=False),
-    Cell("v3_fp8", "torch_mla", overlap=False), Cell("llama", "torch_mha")], ids=lambda cell: cell.name)
+    Cell("v3_fp8", "torch_mla", overlap=False), Cell("llama", "torch_mha", quantization="block_fp8")],
+    ids=lambda cell: cell.name)
 def test_the_comparison_holds_on_the_cpu(cell: Cell, on_cpu: Reference, small: Path) -> None:
     outcome = run(cell, on_cpu, small, "cpu")
     assert outcome.same > 0.99
@@ -63,8 +64,7 @@ def test_an_engine_that_is_wrong_is_found(spoil: str, on_cpu: Reference, small: 
     from glowplug.plugins.attention.torch_mla_runtime import TorchMla
 
     cell, planned = Cell("v2", "torch_mla"), TorchMla.plan_step
-    on_cpu.score("v2", [3, 4], [5])
-    reference = on_cpu._engines["v2"]._executor._engine.runner.attention  # type: ignore[attr-defined]
+    reference = on_cpu.engine(cell)._executor._engine.runner.attention  # type: ignore[attr-defined]
 
     def short(self: TorchMla, batch: Any, slot: object) -> None:
         batch.first_key = int(self is not reference)
