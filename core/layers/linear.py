@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,18 @@ from glowplug.core.layers.module import Module
 from glowplug.core.protocols import LinearMethod, LinearShape, Ops, Quantized, Shard, WeightTarget
 
 FORMAT_PLAIN = "plain"
+
+
+class Both(NamedTuple):
+    """Activations as they are and in a linear's format, for layers that read both."""
+
+    plain: Tensor
+    cast: Quantized
+
+
+def both_formats(input_format: str) -> str:
+    """The format under which ``Ops.fused`` has producers of ``Both``."""
+    return f"{FORMAT_PLAIN}+{input_format}"
 
 
 @dataclass(frozen=True)

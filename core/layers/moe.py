@@ -10,10 +10,10 @@ from torch import Tensor
 
 from glowplug.core.batch import Batch
 from glowplug.core.build import BuildContext
-from glowplug.core.layers.linear import FORMAT_PLAIN, caster
+from glowplug.core.layers.linear import FORMAT_PLAIN, Both, agreed_format, both_formats, caster
 from glowplug.core.layers.mlp import Mlp
 from glowplug.core.layers.module import Module, Target
-from glowplug.core.protocols import ExpertExchange, ExpertsMethod, ExpertsShape, WeightTarget
+from glowplug.core.protocols import ExpertExchange, ExpertsMethod, ExpertsShape, Quantized, WeightTarget
 
 
 @dataclass(frozen=True)
@@ -100,13 +100,11 @@ class Experts(Module):
 
 
 class Moe(Module):
-    """x [T, hidden] -> routed experts + shared expert, [T, hidden]. Nothing here waits for the device.
+    """x [T, hidden], plain or ``Both`` -> routed experts + shared expert, [T, hidden]. It never waits for the device.
 
     ``exchanges``: x are this rank's own attention tokens, and the result is complete. Otherwise x are the tokens that
     every rank works on.
     """
-
-    input_format = FORMAT_PLAIN  #: the gate reads plain activations
 
     def __init__(self, context: BuildContext, name: str, sizes: MoeSizes) -> None:
         self.gate = Gate(context, f"{name}.gate", sizes)
@@ -119,6 +117,10 @@ class Moe(Module):
         self._cast: Callable[[Tensor], Tensor] | None = caster(context.ops, *readers)  # type: ignore[assignment]
         self._exchange = context.parallel.expert_exchange(name, sizes.experts)
         self.exchanges = self._exchange is not None
+        # The gate reads plain activations; experts may want them in another format as well.
+        both = both_formats(agreed_format(readers))
+        produced = all((norm, both) in context.ops.fused for norm in ("rms_norm", "add_rms_norm"))
+        self.input_format = both if produced and not self.exchanges else FORMAT_PLAIN
         self._collectives = context.collectives
 
     @staticmethod
@@ -129,11 +131,16 @@ class Moe(Module):
                     and scheme is context.scheme_for(f"{name}.shared_experts.gate_proj"))
         return sizes.shared // sizes.width if together and sizes.shared % sizes.width == 0 else 0
 
-    def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
+    def forward(self, x: Tensor | Both, batch: Batch | None = None) -> Tensor:
+        if isinstance(x, Both):
+            weights, ids = self.gate.forward(x.plain)
+            return self._mixed(x.cast, ids, weights)
         weights, ids = self.gate.forward(x)
         if self._exchange is not None:
             return self._exchanged(self._exchange, x, ids, weights, batch)
-        cast = x if self._cast is None else self._cast(x)
+        return self._mixed(x if self._cast is None else self._cast(x), ids, weights)
+
+    def _mixed(self, cast: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor:
         local = ids if self.experts.count == self.gate.sizes.experts else self._local(ids)
         y = self.experts.forward(cast, local, weights)
         if self.shared is None:

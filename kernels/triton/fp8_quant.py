@@ -56,8 +56,8 @@ def _silu_and_mul(x, values, scales, x_stride, size, scale_stride, GROUPS: tl.co
 
 
 @triton.jit(do_not_specialize=["scale_stride"])
-def _rms_norm(x, weight, values, scales, x_stride, size, scale_stride, eps,
-              GROUPS: tl.constexpr, DEPENDENT: tl.constexpr):
+def _rms_norm(x, weight, plain, values, scales, x_stride, size, scale_stride, eps,
+              GROUPS: tl.constexpr, BOTH: tl.constexpr, DEPENDENT: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -67,12 +67,15 @@ def _rms_norm(x, weight, values, scales, x_stride, size, scale_stride, eps,
     dependent.wait(DEPENDENT)
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     root = tl.rsqrt(tl.sum(tl.sum(value * value, 1), 0) / size + eps)
-    _store(value * root * gain, values, scales, row, group, column, size, scale_stride)
+    normed = value * root * gain
+    if BOTH:
+        tl.store(plain + row * size + column, normed.to(plain.dtype.element_ty), mask=inside)
+    _store(normed, values, scales, row, group, column, size, scale_stride)
 
 
 @triton.jit(do_not_specialize=["scale_stride"])
-def _add_rms_norm(x, residual, weight, total, values, scales, x_stride, residual_stride, size, scale_stride, eps,
-                  GROUPS: tl.constexpr, DEPENDENT: tl.constexpr):
+def _add_rms_norm(x, residual, weight, total, plain, values, scales, x_stride, residual_stride, size, scale_stride, eps,
+                  GROUPS: tl.constexpr, BOTH: tl.constexpr, DEPENDENT: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -86,7 +89,10 @@ def _add_rms_norm(x, residual, weight, total, values, scales, x_stride, residual
     tl.store(total + row * size + column, rounded, mask=inside)
     value = rounded.to(tl.float32)  # what the next layer will read, not what the sum was before rounding
     root = tl.rsqrt(tl.sum(tl.sum(value * value, 1), 0) / size + eps)
-    _store(value * root * gain, values, scales, row, group, column, size, scale_stride)
+    normed = value * root * gain
+    if BOTH:
+        tl.store(plain + row * size + column, normed.to(plain.dtype.element_ty), mask=inside)
+    _store(normed, values, scales, row, group, column, size, scale_stride)
 
 
 def empty_quantized(rows: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -131,19 +137,21 @@ def silu_and_mul(x: Tensor) -> tuple[Tensor, Tensor]:
     return values, scales
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x [T, N] -> x / sqrt(mean(x^2) + eps) * weight, quantised from float32."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, plain: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x [T, N] -> x / sqrt(mean(x^2) + eps) * weight, quantised from float32; as it is into ``plain`` [T, N], too."""
     x = _rows(x)
     rows, size = x.shape
     values, scales = empty_quantized(rows, size, x.device)
     if rows:
         groups = triton.next_power_of_2(scales.shape[1])
-        _rms_norm[(rows,)](x, weight, values, scales, x.stride(0), size, scales.stride(1), eps, GROUPS=groups,
-                           num_warps=_warps(groups), **dependent.options())
+        _rms_norm[(rows,)](x, weight, x if plain is None else plain, values, scales, x.stride(0), size,
+                           scales.stride(1), eps, GROUPS=groups, BOTH=plain is not None, num_warps=_warps(groups),
+                           **dependent.options())
     return values, scales
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[tuple[Tensor, Tensor], Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plain: Tensor | None = None,
+                 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """x and residual [T, N] -> (:func:`rms_norm` of their sum as rounded to x's dtype, the sum). Neither is written."""
     x, residual = _rows(x), _rows(residual)
     rows, size = x.shape
@@ -151,6 +159,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     total = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     if rows:
         groups = triton.next_power_of_2(scales.shape[1])
-        _add_rms_norm[(rows,)](x, residual, weight, total, values, scales, x.stride(0), residual.stride(0), size,
-                               scales.stride(1), eps, GROUPS=groups, num_warps=_warps(groups), **dependent.options())
+        _add_rms_norm[(rows,)](x, residual, weight, total, total if plain is None else plain, values, scales,
+                               x.stride(0), residual.stride(0), size, scales.stride(1), eps, GROUPS=groups,
+                               BOTH=plain is not None, num_warps=_warps(groups), **dependent.options())
     return (values, scales), total

@@ -4,8 +4,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from glowplug.core.layers.linear import Both, both_formats
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Quantized, RopeRows, Worker
 from glowplug.kernels.triton import activation, fp8_quant, norm, rope
@@ -33,6 +35,8 @@ class TritonOps(TorchOps):
             ("rms_norm", FP8): _rms_norm_fp8,
             ("add_rms_norm", FP8): _add_rms_norm_fp8,
             ("silu_and_mul", FP8): _silu_and_mul_fp8,
+            ("rms_norm", both_formats(FP8)): _rms_norm_both,
+            ("add_rms_norm", both_formats(FP8)): _add_rms_norm_both,
         }
 
     def rope_at(self, table: Tensor, positions: Tensor, interleaved: bool) -> RopeRows:
@@ -54,6 +58,17 @@ def _rms_norm_fp8(x: Tensor, weight: Tensor, eps: float) -> Quantized:
 def _add_rms_norm_fp8(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Quantized, Tensor]:
     normed, total = fp8_quant.add_rms_norm(x, residual, weight, eps)
     return Quantized(*normed), total
+
+
+def _rms_norm_both(x: Tensor, weight: Tensor, eps: float) -> Both:
+    plain = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return Both(plain, Quantized(*fp8_quant.rms_norm(x, weight, eps, plain)))
+
+
+def _add_rms_norm_both(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Both, Tensor]:
+    plain = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    normed, total = fp8_quant.add_rms_norm(x, residual, weight, eps, plain)
+    return Both(plain, Quantized(*normed)), total
 
 
 def _silu_and_mul_fp8(x: Tensor) -> Quantized:

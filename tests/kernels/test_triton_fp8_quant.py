@@ -66,7 +66,14 @@ def test_norms(shape: tuple[int, int]) -> None:
     strided = torch.cat([x, residual], 1)[:, : shape[1]]
     quantized, total = fp8_quant.add_rms_norm(strided, residual, weight, 1e-6)
     assert torch.equal(total, x + residual)
-    agree(quantized, norm.rms_norm_reference(x + residual, weight, 1e-6))
+    wanted = norm.rms_norm_reference(x + residual, weight, 1e-6)
+    agree(quantized, wanted)
+    plain = torch.full_like(x, torch.nan)
+    again, _ = fp8_quant.add_rms_norm(strided, residual, weight, 1e-6, plain)
+    assert torch.equal(again[0].float(), quantized[0].float())
+    torch.testing.assert_close(plain, wanted)
+    fp8_quant.rms_norm(total, weight, 1e-6, plain.fill_(torch.nan))
+    torch.testing.assert_close(plain, wanted)
 
 
 def test_zeros_and_no_rows() -> None:

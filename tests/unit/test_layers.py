@@ -14,7 +14,7 @@ from torch import Tensor
 from glowplug.core.batch import Batch, StepShape
 from glowplug.core.facts import ModelFacts
 from glowplug.core.facts_read import model_facts, normalise
-from glowplug.core.layers.linear import Linear, Part, agreed_format, caster, producer
+from glowplug.core.layers.linear import Both, Linear, Part, agreed_format, both_formats, caster, producer
 from glowplug.core.layers.module import Module, Target, part_of
 from glowplug.core.layers.rope import RopeConfig
 from glowplug.core.protocols import ExpertExchange, Quantized, Shard
@@ -197,6 +197,33 @@ def test_a_mixture_rounds_its_input_once(monkeypatch: pytest.MonkeyPatch) -> Non
     mixture.forward(torch.randn(4, facts.hidden_size))
     assert rounded.count(facts.hidden_size) == 3  # the input once, and two inner activations of the same width
     assert len(rounded) == 3
+
+
+def test_a_norm_hands_a_mixture_both_forms() -> None:
+    """Where a kernel writes plain and rounded activations at once, the gate reads the one and experts the other."""
+    facts = facts_of("v3_fp8")
+    chosen: dict[str, Any] = {"quantization": "block_fp8", "quantization_options": {"activations": "dynamic"}}
+    context = build_context(facts, **chosen)
+    tensors = random_tensors(facts, "block_fp8")
+    model, _ = build_model(facts, tensors, context)
+    norm, cast = context.ops.rms_norm, context.ops.fused["cast", "fp8_group128_values"]
+
+    def both(x: Tensor, weight: Tensor, eps: float) -> Both:
+        normed = norm(x, weight, eps)
+        return Both(normed, cast(normed))
+
+    def add_both(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Both, Tensor]:
+        return both(residual + x, weight, eps), residual + x
+
+    kind = both_formats("fp8_group128_values")
+    again = build_context(facts, **chosen)
+    again.ops.fused = {**again.ops.fused, ("rms_norm", kind): both, ("add_rms_norm", kind): add_both}
+    other, _ = build_model(facts, tensors, again)
+    layers: list[Any] = [each.layers[1] for each in (model, other)]  # type: ignore[attr-defined]
+    assert [layer.feed_forward.input_format for layer in layers] == ["plain", kind]
+    x, residual = (torch.randn(4, facts.hidden_size, generator=torch.Generator().manual_seed(n)) for n in (0, 1))
+    plain, fused = (layer.feed_forward.forward(layer.post_norm.add(x, residual)[0]) for layer in layers)
+    assert torch.equal(plain, fused)
 
 
 def test_targets_come_from_children_in_order() -> None:
