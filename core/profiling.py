@@ -1,21 +1,27 @@
 """A torch profiler that requests can switch on and off; writes Chrome traces under one directory.
 
 The directory is ``GLOWPLUG_PROFILE_DIR`` or ``SGLANG_TORCH_PROFILER_DIR`` (debug switches), else ``./profiles``.
-A request names a label, never a path.
+A request names a label, never a path. While a profile runs, the phases of a step are named in it; otherwise naming them
+costs nothing, because the names are put around the methods only then.
 """
 from __future__ import annotations
 
+import functools
 import os
 import re
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from glowplug.core.errors import RequestError
+from glowplug.core.protocols import Scheduler
+from glowplug.core.runner import Runner
 
 LABEL = re.compile(r"[A-Za-z0-9_-]{1,64}")
+Named = tuple[object, str, str]  #: object, method, what a trace calls it
 
 
 def profile_folder() -> Path:
@@ -24,14 +30,26 @@ def profile_folder() -> Path:
     return Path(named or "profiles")
 
 
-class Profiler:
-    """One rank's profiler. ``start`` and ``stop`` are Control handlers."""
+def step_phases(scheduler: Scheduler, runner: Runner) -> list[Named]:
+    """What a step consists of, from the scheduler's choice to its commit."""
+    return [(scheduler, "next_batch", "schedule"), (runner, "launch", "launch"), (runner, "_complete", "inputs"),
+            (runner.graphs, "fill", "graph inputs"), (runner.sampler, "plan_step", "plan sampling"),
+            (runner.attention, "plan_step", "plan attention"), (runner, "step", "step"),
+            (runner.speculative, "draft", "draft"), (runner, "_forward", "forward"),
+            (runner.model, "logits", "logits"), (runner.speculative, "accept", "accept"),
+            (runner.sampler, "sample", "sample"), (runner, "_to_host", "results to host"),
+            (scheduler, "commit", "commit")]
 
-    def __init__(self, rank: int, device: str) -> None:
+
+class Profiler:
+    """One rank's profiler. ``start`` and ``stop`` are Control handlers; ``named``: methods to show in a trace."""
+
+    def __init__(self, rank: int, device: str, named: Sequence[Named] = ()) -> None:
         self.rank = rank
         self._cuda = device.startswith("cuda")
         self._active: Any = None
         self._label = ""
+        self._named, self._hidden = tuple(named), list[tuple[object, str]]()
 
     def start(self, args: dict[str, Any]) -> dict[str, Any]:
         """Begin a trace. RequestError when one runs already or the label is not plain."""
@@ -45,6 +63,7 @@ class Profiler:
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
         self._label = label
         self._active = torch.profiler.profile(activities=kinds)
+        self._name_phases()
         self._active.start()
         return {}
 
@@ -54,6 +73,9 @@ class Profiler:
             raise RequestError("no profile is running")
         active, self._active = self._active, None
         active.stop()
+        for owner, method in self._hidden:
+            delattr(owner, method)
+        self._hidden.clear()
         folder = profile_folder()
         name = f"{self._label}-rank{self.rank}-{int(time.time())}.json"
         try:
@@ -62,3 +84,20 @@ class Profiler:
         except OSError as error:
             raise RequestError(f"the trace could not be written: {error.strerror}") from error
         return {"file": name}
+
+    def _name_phases(self) -> None:
+        """Puts a range around each method, as an attribute of the object that hides it."""
+        for owner, method, name in self._named:
+            if hasattr(owner, "__dict__") and method not in vars(owner):
+                setattr(owner, method, ranged(getattr(owner, method), name))
+                self._hidden.append((owner, method))
+
+
+def ranged(work: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """``work`` as a range ``name`` of a trace."""
+    @functools.wraps(work)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.profiler.record_function(name):
+            return work(*args, **kwargs)
+
+    return run

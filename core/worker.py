@@ -23,7 +23,7 @@ from glowplug.core.offers import QuantizationOffers
 from glowplug.core.parallel_stack import ParallelStack
 from glowplug.core.plan import Choice, EnginePlan
 from glowplug.core.plugins import PluginSet
-from glowplug.core.profiling import Profiler
+from glowplug.core.profiling import Profiler, step_phases
 from glowplug.core.protocols import Model, QuantizationScheme, Scheduler, Worker
 from glowplug.core.rank_controls import ControlHandler
 from glowplug.core.rows import SequenceTable
@@ -95,7 +95,7 @@ class RankBuilder:
         return Engine(scheduler=scheduler, runner=runner, parallel=context.parallel, collectives=context.collectives,
                       overlap=self.plan.overlap, clock=self.clock, ranks=self.worker.ranks,
                       leads=self.worker.rank == 0, observers=self._observers(),
-                      controls=self._controls(scheduler, context.parallel),
+                      controls=self._controls(scheduler, runner, context.parallel),
                       closing=[self._stopping, runner.graphs.close, context.collectives.close])
 
     def _models(self, context: BuildContext) -> tuple[Model, Model | None, Any]:
@@ -122,8 +122,8 @@ class RankBuilder:
     def _stopping(self) -> None:
         self.plugins.call_each("worker_stopping", worker=self.worker)
 
-    def _controls(self, scheduler: Scheduler, parallel: ParallelStack) -> dict[str, ControlHandler]:
-        profiler = Profiler(self.worker.rank, self.worker.device)
+    def _controls(self, scheduler: Scheduler, runner: Runner, parallel: ParallelStack) -> dict[str, ControlHandler]:
+        profiler = Profiler(self.worker.rank, self.worker.device, step_phases(scheduler, runner))
         return {"info": lambda args: self.info(parallel), "check": lambda args: dict(scheduler.check()),
                 "profile_start": profiler.start, "profile_stop": profiler.stop}
 
