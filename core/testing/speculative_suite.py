@@ -34,6 +34,9 @@ class Greedy:
     def plan_step(self, batch: Batch) -> None:
         return
 
+    def capture_key(self) -> str | None:
+        return "greedy"
+
     def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Tensor | None = None) -> Sampled:
         assert len(logits) == len(rows) == len(positions)
         return Sampled(logits.argmax(-1), logits.isnan().any(-1))

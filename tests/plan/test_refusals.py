@@ -186,7 +186,8 @@ def test_modes_on_the_steps_path(refused) -> None:
 def test_graph_capture_needs_everyone(refused, planned) -> None:
     runner = component("graphs", "recorder", GraphOffers(captures=frozenset({Mode.DECODE})))
     own = with_components(graphs=[runner])
-    found = refused({"graphs": {"use": "recorder"}}, plugins=own, hardware=read_sheet("1xh200"))
+    asked = {"graphs": {"use": "recorder"}, "attention": {"use": "torch_mla"}}
+    found = refused(asked, plugins=own, hardware=read_sheet("1xh200"))
     assert set(found) == {"graphs.use"}
     assert "torch_mla syncs with the host or allocates in decode" in found["graphs.use"].reason
     assert "eager" in found["graphs.use"].fix

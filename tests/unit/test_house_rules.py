@@ -34,7 +34,7 @@ METHODS = 6
 #: protocol -> (methods, why they are one object)
 LARGER_PROTOCOLS = {"Scheduler": (9, "the loop's whole view of the waiting and running sequences"),
                     "Collectives": (9, "one method a collective"),
-                    "AttentionBackend": (7, "a latent layer enters behind its projections, before them, or only stores"),
+                    "AttentionBackend": (7, "a latent layer enters before or behind its projections, or only stores"),
                     "Sampler": (7, "what a row joins with, and what a step does, share its row state")}
 
 
