@@ -62,9 +62,14 @@ def rule(problem: Problem, tokens: int) -> dict[str, Config]:
 
 @lru_cache(maxsize=1024)
 def chosen(problem: Problem, tokens: int) -> Mapping[str, Config]:
-    """The table's configuration for the number of tokens nearest to ``tokens``; the rule's where there is no table."""
-    table = tuned.table(problem.table_name)
-    return tuned.nearest(table, tokens) if table else rule(problem, tokens)
+    """The table's configuration for the number of tokens nearest to ``tokens``; the rule's where there is no table.
+
+    Dense tiles that do not hold all tokens are passed over: they were measured where they did.
+    """
+    measured = tuned.table(problem.table_name) or {}
+    fitting = {number: config for number, config in measured.items()
+               if all(product["way"] != "dense" or product["block_m"] >= tokens for product in config.values())}
+    return tuned.nearest(fitting, tokens) if fitting else rule(problem, tokens)
 
 
 def experts(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor,

@@ -23,7 +23,7 @@ from glowplug.kernels.triton.moe_experts import Problem, tile
 from glowplug.kernels.triton.moe_sum import moe_sum
 from glowplug.kernels.triton.tuned import Config
 
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 SHARED_MEMORY = 225_000  #: bytes a program may use on Hopper
 Measured = tuple[float, Config]
 
@@ -35,12 +35,13 @@ def _fits(product: str, config: Config, width: int = 2) -> bool:
 
 def _streaming() -> Iterator[Config]:
     """For loads so low that weights are what takes time."""
-    for way, block_m in (("dense", 16), ("dense", 32), ("sorted", 16), ("sorted", 32), ("dense", 64), ("sorted", 64)):
+    for way, block_m in (("dense", 16), ("dense", 32), ("sorted", 16), ("sorted", 32)):
         for block_n, block_k, warps, stages, swap, tma in (
-            (64, 128, 4, 3, 0, 0), (64, 128, 4, 4, 1, 1), (64, 128, 4, 3, 1, 1), (64, 64, 4, 5, 1, 1),
-            (64, 128, 4, 4, 0, 1), (128, 128, 4, 3, 1, 1), (128, 64, 4, 4, 1, 1), (128, 64, 4, 3, 1, 0),
-            (64, 256, 4, 3, 1, 1), (32, 256, 4, 3, 0, 0), (32, 128, 4, 5, 0, 1), (128, 128, 8, 3, 1, 1),
-            (64, 128, 4, 2, 1, 1),
+            (64, 128, 4, 3, 0, 0), (64, 128, 4, 4, 0, 0), (64, 64, 4, 5, 0, 0), (128, 64, 4, 4, 0, 0),
+            (128, 128, 4, 2, 0, 0), (32, 128, 4, 4, 0, 0), (32, 256, 4, 3, 0, 0), (64, 128, 4, 3, 0, 1),
+            (64, 128, 4, 4, 0, 1), (32, 128, 4, 5, 0, 1), (64, 128, 4, 2, 1, 1), (64, 128, 4, 3, 1, 1),
+            (64, 128, 4, 4, 1, 1), (64, 64, 4, 5, 1, 1), (64, 256, 4, 3, 1, 1), (128, 64, 4, 4, 1, 1),
+            (128, 128, 4, 3, 1, 1), (128, 128, 8, 3, 1, 1), (128, 64, 4, 3, 1, 0),
         ):
             yield tile(way, block_m, block_n, block_k, warps, stages, swap=bool(swap), tma=bool(tma))
 
@@ -48,8 +49,9 @@ def _streaming() -> Iterator[Config]:
 def _computing() -> Iterator[Config]:
     """For loads at which tensor cores are what takes time."""
     for block_m, block_n, block_k, warps, stages in (
-        (128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (64, 128, 64, 4, 3), (64, 128, 64, 4, 4), (128, 256, 64, 8, 3),
-        (128, 64, 64, 4, 4), (64, 256, 64, 8, 3), (128, 64, 64, 8, 4), (256, 64, 64, 8, 3), (256, 128, 64, 8, 3),
+        (64, 64, 64, 4, 4), (64, 64, 128, 4, 3), (64, 128, 64, 4, 3), (64, 128, 64, 4, 4), (64, 256, 64, 8, 3),
+        (128, 64, 64, 4, 4), (128, 64, 64, 8, 4), (128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3),
+        (128, 256, 64, 8, 4), (256, 64, 64, 8, 3), (256, 128, 64, 8, 3),
     ):
         for tma in (False, True):
             for group in (8, 32):
@@ -57,8 +59,9 @@ def _computing() -> Iterator[Config]:
 
 
 def _vectors() -> Iterator[Config]:
-    for block_n, block_k, warps in ((4, 512, 4), (8, 512, 4), (4, 1024, 4), (8, 256, 4), (16, 256, 4), (2, 1024, 4),
-                                    (4, 512, 2), (8, 512, 8), (4, 1024, 8), (16, 512, 8)):
+    for block_n, block_k, warps in ((2, 512, 2), (2, 512, 4), (4, 256, 2), (4, 512, 2), (4, 512, 4), (8, 256, 4),
+                                    (8, 512, 4), (1, 1024, 2), (2, 1024, 2), (2, 1024, 4), (4, 1024, 4), (1, 2048, 4),
+                                    (2, 2048, 4), (16, 256, 4)):
         yield {"way": "gemv", "block_n": block_n, "block_k": block_k, "warps": warps}
 
 
@@ -69,8 +72,8 @@ def candidates(product: str, problem: Problem, tokens: int) -> list[Config]:
     if load <= 64:
         found += [c for c in _streaming() if (c["block_m"] == max(16, triton.next_power_of_2(tokens))
                                               if c["way"] == "dense" else 8 < tokens and c["block_m"] <= 4 * load + 16)]
-    if load >= 24:
-        found += [c for c in _computing() if c["block_m"] <= 4 * load]
+    if load >= 6:
+        found += [c for c in _computing() if c["block_m"] <= max(64, 4 * load)]
     return [c for c in found if c["way"] == "gemv" or _fits(product, c)]
 
 

@@ -80,6 +80,10 @@ def test_rules_cover_every_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(tuned, "table", lambda name: measured if name == problem.table_name else None)
     moe_experts.chosen.cache_clear()
     assert moe_experts.chosen(problem, 50) is measured[4] and moe_experts.chosen(problem, 53) is measured[100]
+    measured = {16: moe_experts.rule(problem, 16), 64: moe_experts.rule(problem, 64)}
+    moe_experts.chosen.cache_clear()
+    assert moe_experts.chosen(problem, 16) is measured[16], "a tile of all tokens"
+    assert moe_experts.chosen(problem, 17) is measured[64]
     moe_experts.chosen.cache_clear()
 
 
