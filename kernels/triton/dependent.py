@@ -3,6 +3,9 @@
 A kernel launched with ``OPTIONS`` calls ``begin`` first of all, then whatever needs no result of an earlier kernel
 (fetching weights), then ``wait`` before the first load or store of anything else. Every kernel so launched has to wait:
 the next one relies on it.
+
+NOTE: right behind a library's kernel that is launched so too, launch plainly: FlashMLA's last one may return without
+having waited for the one that wrote its results.
 """
 from __future__ import annotations
 
