@@ -1,0 +1,49 @@
+"""The prologue's kernels compile for Hopper on a machine without one, which the interpreter does not try."""
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+SCRIPT = """
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from glowplug.kernels.triton import merge, mla_prologue as kernels
+
+def build(kernel, pointers, constants):
+    names = kernel.arg_names
+    kinds = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
+    at = {(names.index(name),): value for name, value in constants.items()}
+    made = compile(ASTSource(fn=kernel, signature=kinds, constexprs=at), target=GPUTarget("cuda", 90, 32))
+    assert made.asm["cubin"] and made.metadata.shared <= 227 * 1024
+    print(kernel.__name__)
+
+x = "*bf16"
+for cache in (x, "*fp8e4nv"):
+    for blocks, rows in ((0, 16), (8, 16), (8, 64)):
+        build(kernels._prologue, dict(query=x, compressed=x, weight=x, cos_sin="*fp32", cache=cache, slots="*i64",
+              absorbed=x, own=x, w_uk=x, eps="fp32"),
+              dict(NOPE=128, LORA=512, HALF=32, LORA_BLOCK=512, HALF_BLOCK=32, HEAD_BLOCK=16, PARTS=2,
+                   INTERLEAVED=rows == 16, FP8=cache != x, UK_BLOCKS=blocks, UK_BLOCK=64, ROWS=rows, DEPTH=128,
+                   DEPENDENT=True, uk_column=1))
+for rows, block in ((16, 32), (64, 64)):
+    build(kernels._by_heads, dict(x=x, w=x, out=x),
+          dict(SIZE=512, COLUMNS=128, ROWS=rows, BLOCK=block, DEPTH=512, DEPENDENT=True, w_depth=1))
+build(kernels._store, dict(latent=x, k_rope=x, cache="*fp8e4nv", slots="*i64"),
+      dict(LORA=512, ROPE=64, BLOCK=1024, FP8=True))
+build(kernels._gather, dict(cache="*fp8e4nv", out=x, slots="*i32"), dict(SIZE=576, BLOCK=1024, ROWS=8))
+build(merge._merge_into, dict(out="*fp32", lse="*fp32", part=x, part_lse="*fp32"), dict(SIZE=128, BLOCK=128, ROWS=8))
+"""
+
+
+@pytest.mark.slow
+def test_they_compile_for_hopper() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["_prologue"] * 6 + ["_by_heads"] * 2 + ["_store", "_gather", "_merge_into"]
