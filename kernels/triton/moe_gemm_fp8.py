@@ -160,9 +160,8 @@ def _gated(x, x_scales, weight, stored, w_scales, values, scales, pairs, experts
 def rule(tokens: int, per_token: int, experts: int) -> Config:
     """A configuration for a problem that nobody has tuned, by the rows that an expert gets."""
     rows = tokens * per_token / experts
-    if rows <= 64:
-        block = 16 if rows <= 8 else 32 if rows <= 16 else 64
-        each = {"SWAP": True, "TMA": True, "num_warps": 4, "num_stages": 4}
+    if rows <= 40:
+        block, each = 16 if rows <= 10 else 32, {"SWAP": True, "TMA": True, "num_warps": 4, "num_stages": 3}
     else:
         block, each = 128, {"SWAP": False, "TMA": True, "num_warps": 8, "num_stages": 3}
     return {"BLOCK_M": block, "FUSE": block < 128, "PAIRED": tokens <= 1, "first": {**each, "BLOCK_N": 128},

@@ -14,7 +14,7 @@ from glowplug.kernels.triton.moe_align import align
 from glowplug.kernels.triton.moe_sort import gather_rows, sum_placed
 
 TILE = 128  #: rows that one expert's are filled up to
-LEAST_LOAD = 32  #: rows an expert gets on average from which sorting them pays
+LEAST_LOAD = 48  #: rows an expert gets on average from which sorting them pays (H200: 3.4 against 4.1 ms at 36)
 
 
 class Grouped:
