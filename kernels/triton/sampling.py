@@ -15,7 +15,6 @@ from torch import Tensor
 from glowplug.kernels.triton import dependent
 
 BLOCK = 2048  #: vocabulary entries a program; the same for every batch, since sums depend on it
-CHUNK = 128  #: entries compared with all pivots at a time
 PIVOTS = 16
 #: bits in which the thresholds of a pass are apart; weights are at most 1, whose bits are below 2^30
 SHIFTS = (26, 22, 18, 14, 10, 6, 2, 0)
@@ -112,7 +111,7 @@ def _weights(source, index, vocab, peak, temperature, min_p, least):
 @triton.jit(do_not_specialize=["shift"])
 def _narrow(logits, rows, peaks, least, low, goals, parts, arrived, temperatures, temperature_stride, min_ps,
             min_p_stride, limits, limit_stride, vocab, stride, blocks, shift, coldest, FIRST: tl.constexpr,
-            LAST: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
+            LAST: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
             PIVOTS: tl.constexpr, DEPENDENT: tl.constexpr):
     """Raise ``low``, the bits of the largest weight known to leave enough, by the next four bits of it."""
     dependent.begin(DEPENDENT)
@@ -126,29 +125,22 @@ def _narrow(logits, rows, peaks, least, low, goals, parts, arrived, temperatures
     else:
         wanted = limit < 1
     if wanted & (temperature >= coldest):
-        pivot = tl.arange(0, PIVOTS) << shift
-        if not FIRST:
-            pivot += tl.load(low + row)
+        start = 0 if FIRST else tl.load(low + row)
         source = logits + row.to(tl.int64) * stride
         peak, min_p = tl.load(peaks + row), tl.load(min_ps + state * min_p_stride)
         cut = tl.load(least + row).to(tl.float32, bitcast=True)
-        part = tl.zeros((CHUNK, PIVOTS), tl.float32)
-        settled = tl.zeros((CHUNK,), tl.float32)
-        for start in range(0, BLOCK, CHUNK):
-            index = block * BLOCK + start + tl.arange(0, CHUNK)
-            weight = _weights(source, index, vocab, peak, temperature, min_p, cut)
-            bits = weight.to(tl.int32, bitcast=True)
-            worth = tl.where(index < vocab, 1.0, 0.0) if COUNT else weight
-            if FIRST:
-                part += tl.where(bits[:, None] >= pivot[None, :], worth[:, None], 0.0)
-            else:  # above all pivots, or between them, which soon is rare
-                above = bits >= tl.load(low + row) + (PIVOTS << shift)
-                settled += tl.where(above, worth, 0.0)
-                worth = tl.where(above | (bits < tl.load(low + row)), 0.0, worth)
-                if tl.max(worth) > 0:
-                    part += tl.where(bits[:, None] >= pivot[None, :], worth[:, None], 0.0)
+        index = block * BLOCK + tl.arange(0, BLOCK)
+        weight = _weights(source, index, vocab, peak, temperature, min_p, cut)
+        bits = weight.to(tl.int32, bitcast=True)
+        worth = tl.where((index < vocab) & (bits >= start), 1.0, 0.0) if COUNT else tl.where(bits >= start, weight, 0.0)
+        each_pivot, part = tl.arange(0, PIVOTS), tl.zeros((PIVOTS,), tl.float32) + tl.sum(worth)
+        above = start + ((PIVOTS - 1) << shift)
+        if FIRST or tl.max(tl.where(bits < above, worth, 0.0)) > 0:  # soon rare: all lie above the pivots, or below
+            for pivot in tl.static_range(1, PIVOTS):
+                beyond = tl.sum(tl.where(bits >= start + (pivot << shift), worth, 0.0))
+                part = tl.where(each_pivot == pivot, beyond, part)
         place = parts + (row * blocks + block) * PIVOTS + tl.arange(0, PIVOTS)
-        tl.store(place, tl.sum(part, 0) + tl.sum(settled))
+        tl.store(place, part)
         if _finished(arrived, row, blocks):
             each = tl.arange(0, BLOCKS)
             found = tl.load(parts + (row * blocks + each)[:, None] * PIVOTS + tl.arange(0, PIVOTS)[None, :],
@@ -251,7 +243,7 @@ def cut_off(logits: Tensor, choice: Choice, rows: Tensor, parameters: RowParamet
         _narrow[grid.programs](
             logits, rows, choice.peaks, choice.least, low, goals, parts, arrived, *_columns(parameters, limits),
             *grid.sizes, shift, coldest, FIRST=shift == SHIFTS[0], LAST=shift == SHIFTS[-1], COUNT=count, BLOCK=BLOCK,
-            BLOCKS=grid.blocks, CHUNK=CHUNK, PIVOTS=PIVOTS, **dependent.options())
+            BLOCKS=grid.blocks, PIVOTS=PIVOTS, **dependent.options())
 
 
 def draw(logits: Tensor, choice: Choice, rows: Tensor, positions: Tensor, parameters: RowParameters, coldest: float,

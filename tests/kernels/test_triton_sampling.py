@@ -19,7 +19,6 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks a row at a vocabulary the interpreter is quick with."""
     if DEVICE == "cpu":
         monkeypatch.setattr(kernel, "BLOCK", 64)
-        monkeypatch.setattr(kernel, "CHUNK", 32)
 
 
 def randn(*shape: int, seed: int) -> Tensor:
