@@ -17,8 +17,8 @@ from glowplug.kernels.triton.moe_align import align
 from glowplug.kernels.triton.moe_sum import moe_sum
 from glowplug.kernels.triton.tuned import Config
 
-FEW = 2  #: tokens whose experts hardly overlap, so that reading weights once a pair costs little
-DENSE = 32  #: tokens that fit into one tile
+FEW = 1  #: tokens whose experts do not overlap, so that nothing is read twice
+DENSE = 16  #: tokens that fit into one tile
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,16 @@ def rule(problem: Problem, tokens: int) -> dict[str, Config]:
     """{"up", "down"} where nothing was measured."""
     load = tokens * problem.topk / problem.experts
     if tokens <= FEW:
-        return {"up": {"way": "gemv", "block_n": 8, "block_k": 512, "warps": 4},
-                "down": {"way": "gemv", "block_n": 4, "block_k": 512, "warps": 4}}
+        return dict.fromkeys(("up", "down"), {"way": "gemv", "block_n": 2, "block_k": 1024, "warps": 4})
     if problem.dtype == "float32":  # without tensor cores
-        return {product: tile("sorted", 32, 64, 32, 4, 2) for product in ("up", "down")}
-    if tokens <= DENSE:
-        block_m = 16 if tokens <= 16 else 32
-        return {"up": tile("dense", block_m, 64, 128, 4, 3), "down": tile("dense", block_m, 128, 128, 4, 3)}
+        return dict.fromkeys(("up", "down"), tile("sorted", 32, 64, 32, 4, 2))
     if load <= 64:
-        block_m = 16 if load <= 16 else 32 if load <= 32 else 64
-        return {"up": tile("sorted", block_m, 64, 128, 4, 3), "down": tile("sorted", block_m, 128, 128, 4, 3)}
-    return {"up": tile("sorted", 128, 128, 64, 8, 3, group=8), "down": tile("sorted", 128, 256, 64, 8, 3, group=8)}
+        way, block_m = ("dense", 16) if tokens <= DENSE else ("sorted", 16 if load <= 12 else 32)
+        return dict.fromkeys(("up", "down"), tile(way, block_m, 128, 128, 4, 3, swap=True, tma=True))
+    if load <= 96:
+        return dict.fromkeys(("up", "down"), tile("sorted", 64, 128, 64, 4, 4, group=8, tma=True))
+    return {"up": tile("sorted", 128, 128, 64, 8, 4, group=8, tma=True),
+            "down": tile("sorted", 128, 128, 64, 8, 3, group=8, tma=True)}
 
 
 @lru_cache(maxsize=1024)

@@ -19,7 +19,7 @@ VECTOR = 4  #: tokens up to which scores are matrix-vector products
 DEEPEST = 8192  #: channels up to which they may be
 AT_ONCE = 128  #: experts up to which the last program chooses for a block of tokens, if they form no groups
 WIDE = 1024  #: tokens from which blocks are large
-PROGRAMS = 128  #: about as many as keep a device busy
+PROGRAMS = 512  #: about as many as keep a device busy
 TICKETS = 16384
 LOWEST: tl.constexpr = tl.constexpr(-3.0e38)  # an expert of a group that is left out
 INVALID: tl.constexpr = tl.constexpr(-1.0e30)  # a score that is no number: chosen last, but a valid expert
@@ -180,11 +180,11 @@ def _blocks(tokens: int, experts: int, hidden: int) -> tuple[int, int, int, int]
     if tokens <= VECTOR and deep <= DEEPEST:
         return 1, 1, deep, 1
     depth = min(128, max(16, deep))
+    rows, columns = (64, min(128, max(16, wide))) if tokens >= WIDE else (16, min(32, max(16, wide)))
     if tokens >= WIDE:
-        return 64, min(128, max(16, wide)), min(64, depth), 1
-    rows, columns = 16, min(32, max(16, wide))
+        depth = min(64, depth)
     programs = triton.cdiv(tokens, rows) * triton.cdiv(experts, columns)
-    return rows, columns, depth, max(1, min(8, PROGRAMS // programs, triton.cdiv(hidden, depth)))
+    return rows, columns, depth, max(1, min(8, PROGRAMS // programs, hidden // (2 * depth)))
 
 
 def route(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, groups: int, topk_groups: int, renormalize: bool,

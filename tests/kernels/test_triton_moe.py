@@ -65,6 +65,12 @@ def test_gemv(shape: tuple[int, ...], absent: float) -> None:
     check(draw(*shape, absent=absent, seed=3), {"up": GEMV, "down": GEMV})
 
 
+@pytest.mark.parametrize("shape", [*SMALL, (70, 2, 4, 40, 24), (300, 3, 4, 24, 16)])
+def test_the_rule_on_small_problems(shape: tuple[int, ...]) -> None:
+    given = draw(*shape, absent=0.2, seed=1)
+    assert error(moe_experts.experts(*given), *given) < TOLERANCE
+
+
 def test_all_absent_and_none() -> None:
     given = draw(3, 2, 4, 32, 16, 1.0, 0)
     for config in ({"up": GEMV, "down": GEMV}, *configs(swap=False, tma=False)):
@@ -74,8 +80,8 @@ def test_all_absent_and_none() -> None:
 
 def test_rules_cover_every_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = moe_experts.Problem(66, 8, 2048, 1408, "bfloat16")
-    ways = [moe_experts.rule(problem, tokens)["up"]["way"] for tokens in (1, 2, 3, 32, 33, 4096, 100_000)]
-    assert ways == ["gemv", "gemv", "dense", "dense", "sorted", "sorted", "sorted"]
+    ways = [moe_experts.rule(problem, tokens)["up"]["way"] for tokens in (1, 2, 16, 17, 512, 1024, 100_000)]
+    assert ways == ["gemv", "dense", "dense", "sorted", "sorted", "sorted", "sorted"]
     measured = {4: {"up": GEMV, "down": GEMV}, 100: moe_experts.rule(problem, 64)}
     monkeypatch.setattr(tuned, "table", lambda name: measured if name == problem.table_name else None)
     moe_experts.chosen.cache_clear()
