@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from glowplug.core.offers import QuantizationOffers
-from glowplug.core.plan import EnginePlan
-from glowplug.core.protocols import ExpertsShape, LinearShape, QuantizationScheme
 
 if TYPE_CHECKING:
+    from glowplug.core.plan import EnginePlan
     from glowplug.core.plugins import PluginSet
+    from glowplug.core.protocols import ExpertsShape, LinearShape, QuantizationScheme
 
 Log = Callable[[str], None]
 

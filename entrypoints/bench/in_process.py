@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from glowplug.core.errors import GlowplugError
+
 if TYPE_CHECKING:
     from glowplug.entrypoints.llm import LLM
 
@@ -71,8 +73,11 @@ def random_ids(rng: random.Random, batch: int, length: int, vocab: int) -> list[
 def run_static_batch(llm: LLM, prompts: Sequence[list[int]], output_len: int) -> BatchTimes:
     """All prompts at once, ``output_len`` tokens each, end-of-sequence ignored. Nothing else may run in ``llm``.
 
-    A step in which only some of them get a token does not count as a decode step.
+    A step in which only some of them get a token does not count as a decode step. GlowplugError when a sequence ends
+    before its length: numbers of such a run would mean nothing.
     """
+    from glowplug.core.errors import GlowplugError
+
     from glowplug.core.request import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
@@ -89,6 +94,9 @@ def run_static_batch(llm: LLM, prompts: Sequence[list[int]], output_len: int) ->
                 waiting.discard(stream)
             if stream.done:
                 open_streams.discard(stream)
+            if delta.finish_reason not in (None, "length"):
+                raise GlowplugError(f"a sequence of the batch of {len(prompts)} x {len(prompts[0])} ended with "
+                                    f"{delta.finish_reason!r} ({delta.error or 'no reason given'})")
         if waiting or not deltas:
             continue
         if not prefill:

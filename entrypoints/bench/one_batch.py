@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from glowplug.core.errors import GlowplugError
+from glowplug.core.errors import EngineDead, GlowplugError
 from glowplug.entrypoints.bench import report
 from glowplug.entrypoints.bench.conditions import conditions
 from glowplug.entrypoints.bench.engine_options import add_engine_options, engine_config
@@ -43,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0, or 2 when the configuration is refused or a shape does not fit."""
+    """Exit status 0; 1 when a batch failed, whose record says why; 2 when the configuration or a shape is refused."""
     shapes = list(itertools.product(args.batch_size, args.input_len, args.output_len))
     try:
         given = engine_config(args)
@@ -83,16 +83,22 @@ def _run(args: argparse.Namespace, config: dict[str, Any], shapes: list[tuple[in
     with LLM(**config) as llm:
         rng = random.Random(llm.plan.seed)
         bandwidth = args.bandwidth * 1e12 if args.bandwidth else card_bandwidth(llm.plan.facts.hardware.devices)
-        records = []
+        records: list[dict[str, Any]] = []
         for shape in shapes:
-            times = _measure(args, llm, rng, shape)
-            records.append(record(times, args, llm, bandwidth))
+            try:
+                records.append(record(_measure(args, llm, rng, shape), args, llm, bandwidth))
+            except EngineDead:
+                raise
+            except GlowplugError as error:
+                print(error, file=sys.stderr)
+                records.append({"batch_size": shape[0], "input_len": shape[1], "output_len": shape[2],
+                                "error": str(error)})
             if args.result_filename:
                 report.append_line(Path(args.result_filename), records[-1])
             if args.save:  # after each, so that a run that is cut short has left what it had
                 report.write_json(Path(args.save), document(llm, records, bandwidth))
     print(report.table(COLUMNS, [[found.get(column, "-") for column in COLUMNS] for found in records]))
-    return 0
+    return 1 if any("error" in found for found in records) else 0
 
 
 def _measure(args: argparse.Namespace, llm: LLM, rng: random.Random, shape: tuple[int, int, int]) -> BatchTimes:

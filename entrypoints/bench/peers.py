@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 def points(path: Path) -> Points:
     """What one file says. ValueError when it says nothing."""
     found: Points = {}
-    for at, values in map(_point, _records(path)):
+    for at, values in map(_point, (record for record in _records(path) if not record.get("error"))):
         found = merged(found, {at: values})
     if not found:
         raise ValueError(f"{path} holds no result")

@@ -4,6 +4,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -121,6 +122,27 @@ def test_random_weights_without_a_tokenizer(tmp_path: Path, capsys: pytest.Captu
     assert whole["chosen"]["weights"]["use"] == "random"
     assert len(lines.read_text().splitlines()) == 2
     assert "floor_share" in capsys.readouterr().out
+
+
+def test_a_sequence_that_ends_early_fails_its_batch_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                          capsys: pytest.CaptureFixture[str]) -> None:
+    """Logits that are not finite end a sequence with an error; a time without its decode steps is no result."""
+    from glowplug.plugins.sampling.torch_sampler_runtime import TorchSampler
+
+    sample = TorchSampler.sample
+
+    def spoiled(self: TorchSampler, logits: Any, *more: Any) -> Any:
+        return sample(self, logits.fill_(float("nan")) if logits.shape[0] == 2 else logits, *more)
+
+    folder, saved = write_config(tmp_path / "m", "llama"), tmp_path / "x.json"
+    monkeypatch.setattr(TorchSampler, "sample", spoiled)
+    assert run("one-batch", "--model", str(folder), "--load-format", "dummy", "--device", "cpu", "--batch-size", "1",
+               "2", "--input-len", "9", "--output-len", "4", "--repeat", "1", "--max-running-requests", "3",
+               "--save", str(saved)) == 1
+    good, bad = json.loads(saved.read_text())["results"]
+    assert good["decode_steps"] == 3
+    assert "batch of 2 x 9 ended with 'error'" in bad["error"]
+    assert bad["error"] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [("one-batch", "--batch-size", "2", "--input-len", "9"),
