@@ -59,13 +59,13 @@ def mla_reference(q_nope: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor, 
 
 
 def prologue(query: Tensor, compressed: Tensor, norm_weight: Tensor, eps: float, cos_sin: Tensor, interleaved: bool,
-             cache: Tensor, slots: Tensor, absorbed: Tensor, own: Tensor, w_uk: Tensor) -> None:
+             cache: Tensor, slots: Tensor, absorbed: Tensor, own: Tensor, w_uk: Tensor, leads: bool = False) -> None:
     """From a step's projections to what attention reads. T tokens, of which the first D are those of decoding rows.
 
     query [T, H, N + P], compressed [T, C + P], norm_weight [C], cos_sin float32 [T, P], cache [slots, C + P], slots
     int64 [T], absorbed [D, H, C + P], own [T - D, C + P]. The latent is normed and the key's rotary part rotated into
     ``cache``, and into ``own`` for the tokens behind D. ``absorbed`` gets the query times w_uk [H, N, C], then its
-    rotary part, rotated; for the tokens behind D that goes back into ``query``.
+    rotary part, rotated; for the tokens behind D that goes back into ``query``. ``leads`` is of the kernel's.
     """
     lora, decode = norm_weight.shape[0], absorbed.shape[0]
     rope = compressed.shape[1] - lora

@@ -61,9 +61,9 @@ def _prologue(query, compressed, weight, cos_sin, cache, slots, absorbed, own, w
               uk_depth, uk_column, heads, NOPE: tl.constexpr, LORA: tl.constexpr, HALF: tl.constexpr,
               LORA_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, PARTS: tl.constexpr,
               INTERLEAVED: tl.constexpr, FP8: tl.constexpr, UK_BLOCKS: tl.constexpr, UK_BLOCK: tl.constexpr,
-              ROWS: tl.constexpr, DEPTH: tl.constexpr, DEPENDENT: tl.constexpr):
+              ROWS: tl.constexpr, DEPTH: tl.constexpr, DEPENDENT: tl.constexpr, LEADS: tl.constexpr):
     """Programs 0 to tokens * PARTS - 1: a token's key, or some of its query heads; those behind: W_UK's product."""
-    dependent.begin(DEPENDENT)
+    dependent.begin(LEADS)
     program = tl.program_id(0)
     if program < tokens * PARTS:
         dependent.wait(DEPENDENT)
@@ -161,8 +161,11 @@ def _gather(cache, slots, out, count, cache_slot, SIZE: tl.constexpr, BLOCK: tl.
 
 
 def prologue(query: Tensor, compressed: Tensor, norm_weight: Tensor, eps: float, cos_sin: Tensor, interleaved: bool,
-             cache: Tensor, slots: Tensor, absorbed: Tensor, own: Tensor, w_uk: Tensor) -> None:
-    """As ``kernels.mla.prologue``. Tokens may be strided; within a token the last dimension is contiguous."""
+             cache: Tensor, slots: Tensor, absorbed: Tensor, own: Tensor, w_uk: Tensor, leads: bool = False) -> None:
+    """As ``kernels.mla.prologue``. Tokens may be strided; within a token the last dimension is contiguous.
+
+    ``leads``: the kernel behind waits for this one as ``dependent`` asks, so that it may start early.
+    """
     tokens, heads, size = query.shape
     lora, decode = norm_weight.shape[0], absorbed.shape[0]
     rope = compressed.shape[1] - lora
@@ -179,7 +182,7 @@ def prologue(query: Tensor, compressed: Tensor, norm_weight: Tensor, eps: float,
         LORA_BLOCK=triton.next_power_of_2(lora), HALF_BLOCK=triton.next_power_of_2(rope // 2), HEAD_BLOCK=block,
         PARTS=parts, INTERLEAVED=interleaved, FP8=cache.dtype is torch.float8_e4m3fn, UK_BLOCKS=uk_blocks,
         UK_BLOCK=uk_block, ROWS=_tile(decode) if few else 16, DEPTH=_tile(size - rope), num_warps=4,
-        **dependent.options())
+        **(options := dependent.options()), LEADS=options["DEPENDENT"] and leads and few)
     if decode and not few:
         _bmm(query[:decode, :, : size - rope], w_uk, absorbed[..., :lora])
 

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import math
 
-#: queries of a row -> (most rows of a step, kernel), fewest first; the last one holds for any number
+#: queries of a row -> (most rows of a step, kernel), fewest first. The Triton kernel is the faster one for few rows,
+#: and where its programs just fill the 132 multiprocessors a whole number of times.
 FASTEST: dict[int, tuple[tuple[float, str], ...]] = {
-    16: ((16, "triton"), (64, "flashmla"), (math.inf, "triton")),
+    16: ((8, "triton"), (56, "flashmla"), (66, "triton"), (112, "flashmla"), (132, "triton"), (224, "flashmla"),
+         (264, "triton"), (math.inf, "flashmla")),
+    32: ((8, "triton"), (224, "flashmla"), (264, "triton"), (math.inf, "flashmla")),
+    64: ((math.inf, "flashmla"),),
     128: ((math.inf, "flashmla"),),
 }
 

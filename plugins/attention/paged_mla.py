@@ -40,8 +40,9 @@ class PagedMla:
     expand latents to per-head keys and values.
 
     Attributes:
-        follows: the last kernel of ``decode`` waits for those before it (``kernels/triton/dependent.py``), so that the
-            next may start before it ends. NOTE: the libraries' merges return early and do not.
+        follows: kernels of ``decode`` wait for those before them (``kernels/triton/dependent.py``), so that the first
+            may start before the prologue ends, and what comes behind them before they end. NOTE: FlashMLA's are
+            launched so that they may start early, too, and then read queries before they wait.
     """
 
     follows = False
@@ -125,7 +126,7 @@ class PagedMla:
         absorbed = query.new_empty(count, layer.heads, self._lora + self._rope)
         own = query.new_empty(query.shape[0] - count, self._lora + self._rope)
         self._kernels.prologue(query, compressed, norm_weight, eps, at.cos_sin, at.interleaved, self._kv[layer.index],
-                               step.slots, absorbed, own, layer.w_uk)
+                               step.slots, absorbed, own, layer.w_uk, self.follows)
         return self._attend(absorbed, query[count:], own, layer)
 
     def store_mla(self, latent: Tensor, k_rope: Tensor, slots: Tensor, layer: MlaLayer) -> None:

@@ -30,7 +30,7 @@ for cache in (x, "*fp8e4nv"):
               absorbed=x, own=x, w_uk=x, eps="fp32"),
               dict(NOPE=128, LORA=512, HALF=32, LORA_BLOCK=512, HALF_BLOCK=32, HEAD_BLOCK=16, PARTS=2,
                    INTERLEAVED=rows == 16, FP8=cache != x, UK_BLOCKS=blocks, UK_BLOCK=64, ROWS=rows, DEPTH=128,
-                   DEPENDENT=True, uk_column=1))
+                   DEPENDENT=True, LEADS=True, uk_column=1))
 for rows, block in ((16, 32), (64, 64)):
     build(kernels._by_heads, dict(x=x, w=x, out=x),
           dict(SIZE=512, COLUMNS=128, ROWS=rows, BLOCK=block, DEPTH=512, DEPENDENT=True, w_depth=1))
