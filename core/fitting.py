@@ -9,20 +9,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
+from glowplug.core.batch import Batch
 from glowplug.core.errors import GlowplugError
 from glowplug.core.layers.rope import Rope
 from glowplug.core.memory.fit import Left, compared, pages_that_fit
-from glowplug.core.memory.graph_bytes import FIXED, PER_SIZE
+from glowplug.core.memory.graph_bytes import driver_bytes
 from glowplug.core.memory.measure import Gauge, MemoryMeter, gauge_of
 from glowplug.core.memory.pool import KVPool
 from glowplug.core.parallel_stack import ParallelStack
 from glowplug.core.plan import EnginePlan
-from glowplug.core.protocols import Collectives, Limits, Model, Worker
+from glowplug.core.protocols import Collectives, GraphRunner, Limits, Model, Worker
 from glowplug.core.runner import Runner
 from glowplug.core.sizing import human
 from glowplug.core.warmup import FEW_PAGES, most_logits, most_rows, most_tokens, warm_up
@@ -102,7 +103,7 @@ class RankMemory:
         most_logits(runner, self.plan)
         gauge.settle()
         meter.mark("sampling state")  # it grows with what rows ask for, and stays
-        steps = [self._peak(line, run) for line, run in self._steps(runner)]
+        steps = [self._peak(runner, line, run) for line, run in self._steps(runner)]
         graphs = self._graphs(runner)
         meter.lines[RUNTIME] += meter.outside
         free, total = gauge.device()
@@ -113,10 +114,13 @@ class RankMemory:
         return [("activations", partial(most_tokens, runner, self.plan)),
                 ("logits", partial(most_logits, runner, self.plan))]
 
-    def _peak(self, line: str, run: Callable[[], None]) -> int:
-        """Measures ``line``; returns what the allocator claimed for it, which is more by fragmentation."""
+    def _peak(self, runner: Runner, line: str, run: Callable[[], None]) -> int:
+        """Measures ``line``; returns what the allocator claimed for it, which is more by fragmentation.
+
+        NOTE: without graphs, whose memory is a line of its own; steps that no graph fits take theirs beside it.
+        """
         claimed = self.gauge.claimed()
-        with self.meter.peak(line):
+        with self.meter.peak(line), _eagerly(runner):
             run()
         return max(0, self.gauge.most_claimed() - max(claimed, self.gauge.claimed()))
 
@@ -128,9 +132,11 @@ class RankMemory:
         shapes = runner.graphs.shapes(self.plan)
         if not shapes:
             return 0
-        claimed = self._peak("graphs", partial(most_rows, runner, self.plan, max(rows for _, rows, _ in shapes)))
-        self.meter.lines["graphs"] += FIXED + len(shapes) * PER_SIZE
-        return claimed + FIXED + len(shapes) * PER_SIZE
+        most = max(rows for _, rows, _ in shapes)
+        claimed = self._peak(runner, "graphs", partial(most_rows, runner, self.plan, most))
+        driver = driver_bytes(len(shapes), self.plan.facts.model.num_layers)
+        self.meter.lines["graphs"] += driver
+        return claimed + driver
 
     # ---- graphs and the self-test -----------------------------------------------------------------------------------
 
@@ -155,7 +161,7 @@ class RankMemory:
                 return
             self.gauge.settle()
             for line, run in self._steps(runner):
-                self._peak(line, run)
+                self._peak(runner, line, run)
             self.gauge.restart()
 
     # ---- words ------------------------------------------------------------------------------------------------------
@@ -202,3 +208,19 @@ class RankMemory:
         parts = [f"{name} {human(size)}" + (f" ({size / planned[name] - 1:+.0%})" if planned.get(name) else "")
                  for name, size in self.meter.lines.items() if size]
         return "memory, against the plan: " + ", ".join(parts)
+
+
+class _NoGraphs:
+    """In place of a graph runner while no step is to be replayed."""
+
+    def slot_for(self, batch: Batch) -> None:
+        return None
+
+
+@contextmanager
+def _eagerly(runner: Runner) -> Iterator[None]:
+    kept, runner.graphs = runner.graphs, cast(GraphRunner, _NoGraphs())
+    try:
+        yield
+    finally:
+        runner.graphs = kept

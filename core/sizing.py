@@ -14,6 +14,7 @@ from glowplug.core.memory.layout import DTYPE_BYTES
 from glowplug.core.memory.step_bytes import workspace_lines
 from glowplug.core.mesh import axis_size
 from glowplug.core.offers import AttentionOffers, QuantizationOffers, SpeculativeOffers
+from glowplug.core.options import QuantizationOptions
 from glowplug.core.plan import BudgetLine, Sizes
 from glowplug.core.rank_bytes import Storage, weights_by_rank
 from glowplug.core.weight_classes import Tally
@@ -111,8 +112,9 @@ def _weights(draft: Draft) -> list[BudgetLine]:
     """Bytes of the weights on each rank, the next-token layer apart."""
     scheme = draft.first("quantization")
     assert scheme is not None and isinstance(scheme.offers, QuantizationOffers)
+    assert isinstance(scheme.options, QuantizationOptions)
     storage = Storage(compute=DTYPE_BYTES[draft.values["dtype"]],
-                      keeps=draft.values["device"] not in scheme.offers.dequantizes,
+                      keeps=not scheme.options.dequantizes(draft.values["device"], scheme.offers),
                       copies_latent=draft.values["device"] == "cpu")
     lines = [_weight_line(draft, "weights", draft.facts.model, draft.elements, storage, False)]
     if draft.values["draft_layers"]:

@@ -7,6 +7,7 @@ first group has work.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from glowplug.core.batch import Batch, idle_batch, shape_of
 from glowplug.core.errors import GlowplugError
@@ -36,40 +37,53 @@ def warm_up(runner: Runner, plan: EnginePlan, router: RequestRouter | None = Non
 
 
 def most_tokens(runner: Runner, plan: EnginePlan) -> None:
-    """Steps of as many tokens as there can be: a chunk behind a cached prefix beside short ones, and a fresh one."""
+    """Steps of as many tokens as there can be: long prompts, all of one after another's cached prefix, or all fresh,
+    beside short ones."""
     sizes = plan.sizes
-    chunk = min(sizes.chunk_size, sizes.context_length - sizes.width)
-    short = min(sizes.width, sizes.context_length)
-    for cached in (0, min(CACHED_CHUNKS * chunk, sizes.context_length - sizes.width - chunk)):
-        lengths = np.full(sizes.max_running if cached else 1, short, np.int32)
-        lengths[0] = chunk
-        ids = _ids(plan, int(lengths.sum()))
-        batch = _scratch_batch(plan, Mode.PREFILL, len(lengths), short, cached + chunk, ids)
-        batch.query_lens, batch.kv_lens = lengths, lengths.copy()
-        batch.kv_lens[0] += cached
-        batch.samples[:] = False
-        batch.next_ids = np.zeros(len(lengths), np.int32)
-        _run(runner, batch, batch)
+    longest = min(sizes.chunk_size, sizes.context_length - sizes.width)
+    lengths = np.full(sizes.max_running, min(sizes.width, longest), np.int32)
+    left = sizes.chunk_size
+    for row in range(sizes.max_running):
+        if left > lengths[row]:
+            lengths[row] = min(left, longest)
+            left -= int(lengths[row])
+    for cached in (0, min(CACHED_CHUNKS * longest, sizes.context_length - sizes.width - longest)):
+        _run_chunks(runner, plan, lengths, cached)
+
+
+def _run_chunks(runner: Runner, plan: EnginePlan, lengths: NDArray[np.int32], cached: int) -> None:
+    """A chunk of each row's length, the first behind ``cached`` tokens; none ends its prompt."""
+    batch = _scratch_batch(plan, Mode.PREFILL, len(lengths), 1, cached + int(lengths[0]),
+                           _ids(plan, int(lengths.sum())))
+    batch.query_lens, batch.kv_lens = lengths.copy(), lengths.copy()
+    batch.kv_lens[0] += cached
+    batch.samples[:] = False
+    batch.next_ids = np.zeros(len(lengths), np.int32)
+    _run(runner, batch, batch)
 
 
 def most_rows(runner: Runner, plan: EnginePlan, rows: int) -> None:
-    """So many rows decode at the end of the longest sequence."""
+    """So many rows decode at the end of the longest sequence, and draw their tokens."""
     batch = _decoding(plan, rows, plan.sizes.context_length)
-    _run(runner, batch, batch)
+    _run_joined(runner, batch, SamplingParams(temperature=1.0, max_tokens=1, seed=0))
 
 
 def most_logits(runner: Runner, plan: EnginePlan) -> None:
     """Every row decodes and asks for all that sampling offers; then a prompt is scored."""
     sizes = plan.sizes
     batch = _decoding(plan, sizes.max_running, min(sizes.context_length, WARM_TOKENS + sizes.width))
-    batch.joined = [Sequence(id=-1, prompt=np.zeros(1, np.int32), params=EVERYTHING, row=row)
-                    for row in range(sizes.max_running)]
+    _run_joined(runner, batch, EVERYTHING)
+    _score_prompt(runner, plan)
+
+
+def _run_joined(runner: Runner, batch: Batch, params: SamplingParams) -> None:
+    """A step all of whose rows sample by ``params``."""
+    batch.joined = [Sequence(id=-1, prompt=np.zeros(1, np.int32), params=params, row=int(row)) for row in batch.rows]
     try:
         _run(runner, batch, batch)
-        _score_prompt(runner, plan)
     finally:
-        for row in range(sizes.max_running):
-            runner.sampler.leave(row)
+        for row in batch.rows:
+            runner.sampler.leave(int(row))
 
 
 def _score_prompt(runner: Runner, plan: EnginePlan) -> None:
@@ -89,7 +103,8 @@ def _run(runner: Runner, batch: Batch, widest: Batch) -> None:
     """One step; ``widest`` is what the rank with the most work computes in it."""
     batch.agreed = shape_of(widest)
     if runner.launch(batch).wait().bad.any():
-        raise GlowplugError("self-test: the model's logits are not finite (NaN or all -inf)")
+        raise GlowplugError(f"self-test: the model's logits are not finite (NaN or all -inf) in a {batch.mode.value} "
+                            f"step of {batch.num_rows} rows, {batch.num_tokens} tokens")
 
 
 def _prompt_length(plan: EnginePlan) -> int:

@@ -8,8 +8,13 @@ from glowplug.core.options import GraphOptions
 from glowplug.core.plan import BudgetLine
 
 MIB = 1 << 20
-FIXED = 64 * MIB  #: what the driver takes for the first graph
-PER_SIZE = 3 * MIB  #: what it takes for the graphs of one batch size: parameters of their kernels
+FIXED = 32 * MIB  #: what the driver takes for the first graph
+PER_LAYER = MIB // 9  #: what it takes for a layer in the graphs of one batch size: parameters of its kernels
+
+
+def driver_bytes(sizes: int, layers: int) -> int:
+    """What the driver takes for the graphs of so many batch sizes of a model."""
+    return FIXED + sizes * layers * PER_LAYER
 
 
 def graph_line(draft: Draft, rows: int, step_bytes: Callable[[int], int]) -> BudgetLine | None:
@@ -28,7 +33,7 @@ def graph_line(draft: Draft, rows: int, step_bytes: Callable[[int], int]) -> Bud
     _decide(draft, sizes, rows)
     tokens = sizes[-1] * draft.values["width"]
     logits = tokens * draft.facts.model.vocab_size * (4 + 4 + 2)
-    size = FIXED + len(sizes) * PER_SIZE + step_bytes(tokens) + logits
+    size = driver_bytes(len(sizes), draft.facts.model.num_layers) + step_bytes(tokens) + logits
     return BudgetLine("graphs", size, f"{len(sizes)} batch sizes up to {sizes[-1]}, one pool")
 
 

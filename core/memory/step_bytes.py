@@ -15,7 +15,7 @@ from glowplug.core.plan import BudgetLine
 MIB = 1 << 20
 CUDA_RUNTIME = 736 * MIB  #: CUDA context, code of the kernels, libraries' workspaces
 #: device -> float32 copies of the logits while a step samples with all that requests may ask for
-LOGIT_COPIES = {"cpu": 3.0, "cuda": 9.5}
+LOGIT_COPIES = {"cpu": 3.0, "cuda": 10.75}
 STATE_BYTES = 5 * 1.25  #: of the sampler for each row and token: counts and a mask, room grown by doubling
 
 

@@ -15,7 +15,7 @@ from tests.tiny import VOCAB, write_config
 
 pytestmark = pytest.mark.gpu
 NEAR = 0.05  #: predicted against real
-SMALL = 4 << 20  #: bytes that no line is held to: the allocator's own granularity on models this small
+SMALL = 32 << 20  #: bytes that no line is held to: the allocator's own granularity on models this small
 EXACT = ("weights", "draft weights", "rotary tables")
 AGAIN = ("activations", "logits", "cuda runtime")  #: measured, then measured again over the whole pool
 EVERYTHING = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=5, max_tokens=8,
@@ -44,7 +44,8 @@ def checked(name: str, llm: LLM) -> None:
     info = llm.control("info")
     memory = info["memory"]
     show(name, memory)
-    print(name, info["max_total_num_tokens"], {phase: round(seconds, 2) for phase, seconds in info["startup_seconds"].items()})
+    seconds = {phase: round(taken, 2) for phase, taken in info["startup_seconds"].items()}
+    print(name, info["max_total_num_tokens"], "tokens", seconds)
     for line in EXACT:
         if line in memory:
             assert near(memory[line]["planned"], memory[line]["measured"]), (line, memory[line])
@@ -57,7 +58,7 @@ def checked(name: str, llm: LLM) -> None:
     assert memory["step"]["served"] <= memory["step"]["measured"] * (1 + NEAR) + SMALL, memory["step"]
 
 
-@pytest.mark.parametrize(("name", "steps"), [("v2_lite", 0), ("v3", 0), ("v3", 2), ("v3_fp8", 0), ("llama", 0)])
+@pytest.mark.parametrize(("name", "steps"), [("v2", 0), ("v3", 0), ("v3", 2), ("v3_fp8", 0), ("llama", 0)])
 def test_lines_of_tiny_models(name: str, steps: int, tmp_path: Path) -> None:
     changes = {"num_nextn_predict_layers": 1} if steps else {}
     config: dict[str, Any] = {"speculative": {"use": "nextn", "steps": steps}} if steps else {}
@@ -77,7 +78,9 @@ def test_lines_of_published_shapes_with_a_full_cache(name: str, layers: int, tmp
              scheduler={"max_running_requests": 512}) as llm:
         rng = np.random.default_rng(0)
         done = llm.generate([rng.integers(2, 1000, int(n)).tolist() for n in rng.integers(1, 2000, 512)], EVERYTHING)
-        assert all(len(completion.token_ids) == EVERYTHING.max_tokens for completion in done)
+        short = [(i, c.finish_reason, c.error, len(c.prompt_token_ids), c.token_ids)
+                 for i, c in enumerate(done) if len(c.token_ids) != EVERYTHING.max_tokens]
+        assert not short, (len(short), short[:4])
         checked(name, llm)
 
 
