@@ -113,8 +113,8 @@ class Bench:
     def run(self, product: str, config: Config, x: Tensor, ids: Tensor, weights: Tensor,
             aligned: Alignment | None) -> Tensor:
         if product == "up":
-            return (moe_gemv.up(x, self.w13, ids, config) if config["way"] == "gemv" else
-                    moe_gemm.up(x, self.w13, ids, aligned, config))
+            return (moe_gemv.up(x, self.w13, ids, config, self.shared) if config["way"] == "gemv" else
+                    moe_gemm.up(x, self.w13, ids, aligned, config, self.shared))
         return (moe_gemv.down(x, self.w2, ids, weights, config) if config["way"] == "gemv" else
                 moe_gemm.down(x, self.w2, ids, weights, aligned, config))
 
@@ -141,7 +141,7 @@ def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 3) -> flo
 
 def _compile(problem: Problem, shared: int, wanted: Sequence[tuple[str, Config]]) -> list[str]:
     """Run each configuration once on a few experts, so that its kernel is in the cache on disk; what failed."""
-    bench = Bench.make(problem, 0, held=problem.topk)
+    bench = Bench.make(problem, shared, held=problem.topk)
     failed = []
     for product, config in wanted:
         ids, weights = bench.routing(16, 0)
