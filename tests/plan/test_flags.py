@@ -157,7 +157,7 @@ def test_flags_without_effect_are_decisions(plugins: PluginSet, v3: Path, words:
 @pytest.mark.parametrize(("words", "fields"), [
     (["--speculative-algorithm", "NGRAM"], {"speculative.use"}),
     (["--enable-ep-moe"], {"parallel.0.use"}),
-    (["--enable-flashinfer-mla", "--kv-cache-dtype", "fp8_e5m2"], {"attention.use", "attention.kv_dtype"}),
+    (["--enable-flashinfer-mla", "--kv-cache-dtype", "fp8_e5m2"], {"attention.use", "attention.kv_dtype", "dtype"}),
     (["--attention-backend", "fa3"], {"attention.use"}),
     (["--cuda-graph-max-bs", "8"], {"graphs.use"}),
     (["--enable-torch-compile"], {"graphs.use", "graphs.compile"}),
