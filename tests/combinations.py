@@ -33,7 +33,7 @@ from glowplug.core.testing.ranks import THREADS, RankSet, rank_plan
 from tests.tiny import write_config
 
 VOCAB = 158  #: does not divide by four
-SEED = 2  #: of the weights: the reference's closest decision is far from a tie
+SEED = 1  #: of the weights: the reference's closest decision is far from a tie
 PAGE, ROWS, KV_TOKENS, CONTEXT = 4, 5, 96, 84
 GAP = 1e-3  #: least distance between the best two log-probabilities of a greedy token; float32 sums differ by 1e-5
 ABORTED = 7  #: the request that is given up on the way
