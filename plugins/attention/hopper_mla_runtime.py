@@ -33,6 +33,3 @@ class HopperMla(FlashMla):
 
     def decode(self, query: Tensor, kv: Tensor, scale: float, layer: MlaLayer) -> Tensor:
         return (self._own.decode if self._by_own else super().decode)(query, kv, scale, layer)
-
-    def values(self, query: Tensor, kv: Tensor, layer: MlaLayer, out: Tensor) -> None:
-        (self._own.values if self._by_own else super().values)(query, kv, layer, out)

@@ -75,11 +75,6 @@ class PagedMla:
         """
         raise NotImplementedError
 
-    def values(self, query: Tensor, kv: Tensor, layer: MlaLayer, out: Tensor) -> None:
-        """``decode``, taken to values in out [n, H, v_dim]; a subclass may do both at once."""
-        latent = self.decode(query, kv, layer.scale, layer)
-        self._kernels.project(latent, layer.w_uv, out, self.follows)
-
     def plan_prefill(self, ragged: list[RaggedRows]) -> None:
         """Prepare ``attend_ragged`` for every call of the step."""
 
@@ -155,7 +150,8 @@ class PagedMla:
             return self._ragged(step.ragged[0], query, own, kv, layer).reshape(-1, size)
         out = query.new_empty(step.decode + query.shape[0], layer.heads, layer.v_dim)
         if step.decode:
-            self.values(absorbed, kv, layer, out[: step.decode])
+            latent = self.decode(absorbed, kv, layer.scale, layer)
+            self._kernels.project(latent, layer.w_uv, out[: step.decode], self.follows)
         for rows in step.ragged:
             at = slice(rows.first - step.decode, rows.first - step.decode + rows.tokens)
             out[rows.first : rows.first + rows.tokens] = self._ragged(rows, query[at], own[at], kv, layer)
