@@ -3,32 +3,30 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 T = TypeVar("T")
+MOST_CACHED = 1 << 30  #: bytes that the allocator may keep of a piece's first run while the piece is captured
 
 
 class CudaRecorder:
     """See ``slot.Recorder``. Graphs of one recorder must be replayed one after another, on one stream."""
 
-    WARM_IN_POOL = False
-
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._memory = torch.cuda.MemPool() if self.WARM_IN_POOL else None
-        self._pool: Any = torch.cuda.graph_pool_handle() if self._memory is None else self._memory.id
+        self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             # NOTE: on the stream of the capture, since cuBLAS keeps a workspace for each stream, and graphs its address
-            with nullcontext() if self._memory is None else torch.cuda.use_mem_pool(self._memory):
-                work()
+            work()
+            if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > MOST_CACHED:
+                torch.cuda.empty_cache()  # what has just run left memory behind that the graphs' pool cannot take
             graph, results = self._capture(work)
         current.wait_stream(self._stream)
         graph.replay()

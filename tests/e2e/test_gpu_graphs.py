@@ -91,7 +91,7 @@ def test_every_way_of_sampling(tmp_path: Path) -> None:
 
 
 def test_replays_take_no_memory(tmp_path: Path) -> None:
-    long = [SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)] * 5
+    long = [SamplingParams(temperature=0.0, max_tokens=180, ignore_eos=True)] * 5
     with engine(folder_of(tmp_path, "v2")) as llm:
         tokens(llm, 5, long)
         before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
