@@ -8,7 +8,7 @@ from glowplug.core.options import GraphOptions
 from glowplug.core.plan import BudgetLine
 
 MIB = 1 << 20
-FIXED = 32 * MIB  #: what the driver takes for the first graph
+FIXED = 96 * MIB  #: what the first graph takes: the driver, and libraries' workspaces for the capturing stream
 PER_LAYER = MIB // 9  #: what it takes for a layer in the graphs of one batch size: parameters of its kernels
 
 

@@ -16,6 +16,7 @@ from tests.tiny import VOCAB, write_config
 pytestmark = pytest.mark.gpu
 NEAR = 0.05  #: predicted against real
 SMALL = 32 << 20  #: bytes that no line is held to: the allocator's own granularity on models this small
+GRAPHS = 64 << 20  #: what graphs may take beyond the prediction: the driver's share differs from card to card
 EXACT = ("weights", "draft weights", "rotary tables")
 AGAIN = ("activations", "logits", "cuda runtime")  #: measured, then measured again over the whole pool
 EVERYTHING = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=5, max_tokens=8,
@@ -53,7 +54,7 @@ def checked(name: str, llm: LLM) -> None:
     for line in AGAIN:
         assert near(memory[line]["measured"], memory[line]["served"]), (line, memory[line])
     graphs = memory["graphs"]
-    assert graphs.get("served", 0) <= graphs["measured"] + SMALL, graphs
+    assert graphs.get("served", 0) <= graphs["measured"] + GRAPHS, graphs
     assert torch.cuda.memory_stats()["num_alloc_retries"] == 0, "the allocator had to give memory back in a step"
     assert memory["step"]["served"] <= memory["step"]["measured"] * (1 + NEAR) + SMALL, memory["step"]
 
