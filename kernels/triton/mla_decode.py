@@ -8,6 +8,7 @@ depends on the padded batch only, lengths are read on the device (FlashDecoding,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -18,6 +19,7 @@ from glowplug.kernels.triton import dependent
 from glowplug.kernels.triton.mla_merge import merge
 
 MULTIPROCESSORS = 132  #: of an H200
+TYPICAL_TILES = 32  #: of a row, for which the number of splits is chosen: 2048 keys
 LOG2_E = 1.4426950408889634
 
 
@@ -71,7 +73,7 @@ def mla_decode_kernel(query, kv, page_table, kv_lens, tree_mask, out, lse, scale
     """A program: ``BLOCK_M`` (query token, head) pairs of a row, one split of its keys.
 
     Softmax in base 2: ``scale`` carries log2(e) and the cache's scale. Writes ``out`` at [pair, C] if there is one
-    split, else float32 at [pair, split, C], and ``lse`` (base 2) at [pair, split]. The latent lies in ``PARTS`` tiles
+    split, else at [pair, split, C], and ``lse`` (base 2) at [pair, split]. The latent lies in ``PARTS`` tiles
     of ``BLOCK_C``: short products that do not wait for each other.
     """
     dependent.begin(DEPENDENT)
@@ -131,7 +133,7 @@ def mla_decode_kernel(query, kv, page_table, kv_lens, tree_mask, out, lse, scale
 class Tiling:
     """How a decode step is cut: constants of the kernels, fixed by what a captured graph fixes.
 
-    ``ring``: by the kernel for Hopper, which has ``block_n`` 64, one part, and stages of its own.
+    ``ring``: by the kernel for Hopper, whose tiles have 64 keys and ``stages`` of them are in shared memory.
     """
 
     block_m: int
@@ -143,22 +145,39 @@ class Tiling:
     ring: bool = False
 
 
-def tiling(rows: int, width: int, heads: int, context: int, itemsize: int = 2, ring: bool = False) -> Tiling:
+@lru_cache(maxsize=4096)
+def tiling(rows: int, width: int, heads: int, context: int, dtype: torch.dtype, kv: torch.dtype,
+           ring: bool = False) -> Tiling:
     """For ``rows`` (padded) rows of ``width`` query tokens, ``heads`` heads, rows of ``context`` keys at most."""
-    block_m = min(64, max(16, triton.next_power_of_2(width * heads)))
+    block_m = min(64 if dtype.itemsize <= 2 else 32, max(16, triton.next_power_of_2(width * heads)))
     blocks = max(1, rows * triton.cdiv(width * heads, block_m))
-    block_n = 64 if ring else 32 if itemsize <= 2 else 16
-    programs = MULTIPROCESSORS if ring else 2 * MULTIPROCESSORS
-    splits = max(1, min(programs // blocks, triton.cdiv(context, block_n)))
+    wide, narrow = block_m == 64, kv.itemsize == 1
+    block_n = 64 if ring or wide else 16 if dtype.itemsize > 2 else 32 if narrow or block_m > 16 else 64
+    splits = _splits(blocks, triton.cdiv(context, block_n), MULTIPROCESSORS)
     if ring:
-        return Tiling(block_m, block_n, splits, 1, 8 if block_m == 64 else 4, 2, True)
-    return Tiling(block_m, block_n, splits, 4, 4, 5)
+        return Tiling(block_m, block_n, splits, 1, 8 if wide else 4, 3 if narrow and not wide else 2, True)
+    if dtype.itemsize > 2:
+        return Tiling(block_m, block_n, splits, 4, 4, 3)
+    return Tiling(block_m, block_n, splits, 1, 8, 2) if wide else Tiling(block_m, block_n, splits, 4, 4, 5)
+
+
+def _splits(blocks: int, tiles: int, slots: int) -> int:
+    """Into how many parts to cut the keys of each of ``blocks`` that cover ``tiles`` tiles at most.
+
+    The least time for rows of 32 tiles, in units of a tile: rounds of ``slots`` programs at a time, where a program
+    costs two and a half to begin, and a merge one more. Of equals the most, which longer rows want.
+    """
+    def cost(splits: int) -> float:
+        return -(-blocks * splits // slots) * (-(-TYPICAL_TILES // splits) + 2.5) + (1 if splits > 1 else 0)
+
+    return min(range(1, max(1, min(tiles, slots // min(blocks, slots) * 4, slots)) + 1),
+               key=lambda splits: (cost(splits), -splits))
 
 
 def ring_fits(query: torch.dtype, kv: torch.dtype, page_size: int, lora: int, rope: int, device: torch.device) -> bool:
-    """May the kernel for Hopper be used? It copies whole tiles of 16-bit numbers."""
-    return (device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and query == kv
-            and query.itemsize == 2 and page_size % 64 == 0 and lora in (256, 512) and rope == 64)
+    """May the kernel for Hopper be used? It copies whole tiles, and multiplies 16-bit numbers."""
+    return (device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and query.itemsize == 2
+            and kv in (query, torch.float8_e4m3fn) and page_size % 64 == 0 and lora in (256, 512) and rope == 64)
 
 
 def mla_decode(query: Tensor, kv: Tensor, page_table: Tensor, kv_lens: Tensor, scale: float, page_size: int, lora: int,
@@ -169,33 +188,38 @@ def mla_decode(query: Tensor, kv: Tensor, page_table: Tensor, kv_lens: Tensor, s
     sees the keys from ``first_key`` to the row's last but W - 1 - i, or with ``tree`` int64 [B, W] those before the
     row's W own tokens, and own token j where bit j is set. ``kv_scale`` multiplies what an FP8 cache holds.
     """
-    tokens, heads, size = query.shape
-    rows, splits = kv_lens.shape[0], cut.splits
+    tokens, heads, _ = query.shape
     out = query.new_empty(tokens, heads, lora)
     if not tokens:
         return out
-    width = tokens // rows
-    assert query.is_contiguous() and kv.stride(1) == 1
     partial, lse = out, kv_lens
-    if splits > 1:
-        partial = torch.empty((tokens, heads, splits, lora), dtype=torch.float32, device=out.device)
-        lse = torch.empty((tokens, heads, splits), dtype=torch.float32, device=out.device)
-    grid = (triton.cdiv(width * heads, cut.block_m), rows, splits)
-    rest = (page_table, kv_lens, tree if tree is not None else kv_lens, partial, lse, scale * kv_scale * LOG2_E)
-    shape = (splits, first_key, width, heads, page_table.stride(0))
+    if cut.splits > 1:
+        partial = query.new_empty(tokens, heads, cut.splits, lora)
+        lse = torch.empty((tokens, heads, cut.splits), dtype=torch.float32, device=query.device)
+    _launch(query, kv, page_table, kv_lens, scale, page_size, cut, first_key, tree, kv_scale, partial, lse)
+    if cut.splits > 1:
+        merge(partial, lse, kv_lens, out, tokens // len(kv_lens) * heads, cut.block_n)
+    return out
+
+
+def _launch(query: Tensor, kv: Tensor, page_table: Tensor, kv_lens: Tensor, scale: float, page_size: int, cut: Tiling,
+            first_key: int, tree: Tensor | None, kv_scale: float, out: Tensor, lse: Tensor) -> None:
+    (tokens, heads, size), rows, lora = query.shape, kv_lens.shape[0], out.shape[-1]
+    assert query.is_contiguous() and kv.stride(1) == 1
+    pairs, splits = tokens // rows * heads, cut.splits
+    grid = (triton.cdiv(pairs, cut.block_m), rows, splits)
+    rest = (page_table, kv_lens, tree if tree is not None else kv_lens, out, lse, scale * kv_scale * LOG2_E, kv_scale,
+            splits, first_key, tokens // rows, heads, page_table.stride(0))
     same = {"C": lora, "R": size - lora, "BLOCK_M": cut.block_m, "PAGE": page_size, "SPLIT": splits > 1,
             "TREE": tree is not None, "num_warps": cut.warps, **dependent.options()}
     if cut.ring:
         from glowplug.kernels.triton import mla_decode_hopper as hopper
 
-        hopper.mla_decode_hopper_kernel[grid](query, *hopper.described(kv, lora), *rest, *shape, **same)
-    else:
-        mla_decode_kernel[grid](
-            query, kv, *rest, kv_scale, *shape, kv_stride=kv.stride(0),
-            BLOCK_C=max(16, triton.next_power_of_2(triton.cdiv(lora, cut.parts))),
-            BLOCK_R=max(16, triton.next_power_of_2(size - lora)), PARTS=cut.parts, BLOCK_N=cut.block_n,
-            STAGES=cut.stages, PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
-            num_stages=cut.stages, **same)
-    if splits > 1:
-        merge(partial, lse, kv_lens, out, width * heads, cut.block_n)
-    return out
+        described = hopper.described(kv, lora)
+        hopper.mla_decode_hopper_kernel[grid](query, *described, *rest, RING=cut.stages, **same)
+        return
+    mla_decode_kernel[grid](
+        query, kv, *rest, kv_stride=kv.stride(0),
+        BLOCK_C=max(16, triton.next_power_of_2(triton.cdiv(lora, cut.parts))),
+        BLOCK_R=max(16, triton.next_power_of_2(size - lora)), PARTS=cut.parts, BLOCK_N=cut.block_n, STAGES=cut.stages,
+        PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32", num_stages=cut.stages, **same)

@@ -1,9 +1,10 @@
 """Latent attention over a paged cache on Hopper, in Gluon: what ``mla_decode`` computes, with the copies and products
 of this one architecture under control.
 
-A ring of two tiles of 64 keys is refilled by the tensor memory accelerator as soon as a tile is done with, so that
-memory never waits for arithmetic. Few pairs of query token and head (up to 32) are the columns of the score tile, whose
-rows are the keys: then the cores work without padding. With 64 pairs two warp groups share their rows.
+A ring of tiles of 64 keys is refilled by the tensor memory accelerator as soon as a tile is done with, so that memory
+never waits for arithmetic; tiles of an FP8 cache are widened into one more before they are multiplied. Few pairs of
+query token and head (up to 32) are the columns of the score tile, whose rows are the keys: then the cores work without
+padding. With 64 pairs two warp groups share their rows.
 """
 from __future__ import annotations
 
@@ -23,7 +24,6 @@ from glowplug.kernels.triton import dependent
 
 copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 TILE = gl.constexpr(64)  #: keys
-RING = gl.constexpr(2)
 
 
 @gluon.jit
@@ -36,15 +36,32 @@ def _fetch(latent_at, rope_at, page, n0, latent, rope, ready, PAGE: gl.constexpr
 
 
 @gluon.jit
-def _clear(tile, low, high, COLUMNS: gl.constexpr):
-    """Zero the tile's rows before ``low`` and from ``high`` on: unwritten slots may hold NaN, and 0 * NaN is NaN."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+def _copy(source, target, low, high, COLUMNS: gl.constexpr):
+    """Rows ``low`` to ``high`` of a tile in target's dtype, zeros before and behind: unwritten slots may hold NaN, and
+    0 * NaN is NaN. Source and target may be the same."""
+    STEP: gl.constexpr = min(COLUMNS, 128)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // STEP, STEP // 8], [gl.num_warps(), 1], [1, 0])
     row = gl.arange(0, TILE, gl.SliceLayout(1, layout))
-    kept = (row >= low) & (row < high)
-    for column in gl.static_range(0, COLUMNS, 64):
-        part = tile.slice(column, 64, 1)
-        value = part.load(layout)
-        part.store(gl.where(kept[:, None], value, gl.zeros_like(value)))
+    kept = ((row >= low) & (row < high))[:, None]
+    for column in gl.static_range(0, COLUMNS, STEP):
+        value = source.slice(column, STEP, 1).load(layout)
+        target.slice(column, STEP, 1).store(gl.where(kept, value.to(target.dtype), 0.0).to(target.dtype))
+
+
+@gluon.jit
+def _take(latent, rope, wide, wide_r, low, high, C: gl.constexpr, R: gl.constexpr):
+    """What is to be multiplied of the tile that has come: itself, or where its numbers are narrow, its copy."""
+    if latent.dtype == wide.dtype:
+        if (low > 0) | (high < TILE):
+            _copy(latent, latent, low, high, C)
+            _copy(rope, rope, low, high, R)
+            fence_async_shared()
+        return latent, rope
+    else:
+        _copy(latent, wide, low, high, C)
+        _copy(rope, wide_r, low, high, R)
+        fence_async_shared()
+        return wide, wide_r
 
 
 @gluon.constexpr_function
@@ -63,8 +80,10 @@ def _sum_layout(block_m, columns, warps):
 
 
 @gluon.jit
-def _ring(latent_at, rope_at, table, start, tiles, C: gl.constexpr, R: gl.constexpr, PAGE: gl.constexpr):
-    """Shared memory for the tiles, with the first of them on their way: latents, rotary parts and their barriers."""
+def _ring(latent_at, rope_at, table, start, tiles, dtype: gl.constexpr, C: gl.constexpr, R: gl.constexpr,
+          RING: gl.constexpr, PAGE: gl.constexpr):
+    """Shared memory for the tiles, with the first of them on their way: latents, rotary parts and their barriers; and
+    for a tile of ``dtype`` if theirs is another."""
     latent = gl.allocate_shared_memory(latent_at.dtype, [RING, TILE, C], latent_at.layout)
     rope = gl.allocate_shared_memory(latent_at.dtype, [RING, TILE, R], rope_at.layout)
     ready = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
@@ -76,7 +95,12 @@ def _ring(latent_at, rope_at, table, start, tiles, C: gl.constexpr, R: gl.conste
             first = start + i * TILE
             _fetch(latent_at, rope_at, gl.load(table + first // PAGE), first, latent.index(i), rope.index(i),
                    ready.index(i), PAGE)
-    return latent, rope, ready
+    if latent_at.dtype == dtype:
+        return latent, rope, ready, latent.index(0), rope.index(0)
+    else:
+        shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+        wide = gl.allocate_shared_memory(dtype, [TILE, C], shared)
+        return latent, rope, ready, wide, gl.allocate_shared_memory(dtype, [TILE, R], shared)
 
 
 @gluon.jit
@@ -138,11 +162,11 @@ def _add(acc, kept, weights, p_smem, latent, AXIS: gl.constexpr):
 
 
 @gluon.jit
-def _store(out, acc, norm, line, real, C: gl.constexpr, AXIS: gl.constexpr):
-    """out[line] = acc / norm."""
+def _store(out, acc, norm, kv_scale, line, real, C: gl.constexpr, AXIS: gl.constexpr):
+    """out[line] = acc / norm * kv_scale."""
     layout: gl.constexpr = acc.type.layout
     side: gl.constexpr = gl.SliceLayout(AXIS, layout)
-    inverse = gl.convert_layout(1.0 / gl.where(norm == 0.0, 1.0, norm), side)
+    inverse = gl.convert_layout(kv_scale / gl.where(norm == 0.0, 1.0, norm), side)
     at = gl.expand_dims(gl.convert_layout(line, side) * C, AXIS) + gl.expand_dims(
         gl.arange(0, C, gl.SliceLayout(1 - AXIS, layout)), 1 - AXIS)
     mask = gl.expand_dims(gl.convert_layout(real.to(gl.int32), side) != 0, AXIS) & (at >= 0)
@@ -150,17 +174,17 @@ def _store(out, acc, norm, line, real, C: gl.constexpr, AXIS: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["splits", "first_key", "width", "table_stride"])
-def mla_decode_hopper_kernel(query, latent_at, rope_at, page_table, kv_lens, tree_mask, out, lse, scale, splits,
-                             first_key, width, heads, table_stride, C: gl.constexpr, R: gl.constexpr,
-                             BLOCK_M: gl.constexpr, PAGE: gl.constexpr, SPLIT: gl.constexpr, TREE: gl.constexpr,
-                             DEPENDENT: gl.constexpr):
+def mla_decode_hopper_kernel(query, latent_at, rope_at, page_table, kv_lens, tree_mask, out, lse, scale, kv_scale,
+                             splits, first_key, width, heads, table_stride, C: gl.constexpr, R: gl.constexpr,
+                             BLOCK_M: gl.constexpr, RING: gl.constexpr, PAGE: gl.constexpr, SPLIT: gl.constexpr,
+                             TREE: gl.constexpr, DEPENDENT: gl.constexpr):
     """As ``mla_decode_kernel``, with the same arguments; ``latent_at`` and ``rope_at`` describe the cache
     [slots, C + R] in tiles of 64 rows of C and of R numbers."""
     AXIS: gl.constexpr = 0 if BLOCK_M < 64 else 1  # along which keys lie
     s_layout: gl.constexpr = _score_layout(BLOCK_M, gl.num_warps())
     o_layout: gl.constexpr = _sum_layout(BLOCK_M, C, gl.num_warps())
     p_layout: gl.constexpr = gl.NVMMASharedLayout(min(BLOCK_M * 2, 128), 16, 2)
-    dtype: gl.constexpr = latent_at.dtype
+    dtype: gl.constexpr = query.dtype.element_ty
     m_layout: gl.constexpr = gl.SliceLayout(AXIS, s_layout)
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
@@ -176,7 +200,7 @@ def mla_decode_hopper_kernel(query, latent_at, rope_at, page_table, kv_lens, tre
     table = page_table + row * table_stride
     pairs = width * heads
     line = row.to(gl.int64) * pairs  # of the row's first pair
-    latent, rope, ready = _ring(latent_at, rope_at, table, start, tiles, C, R, PAGE)
+    latent, rope, ready, wide, wide_r = _ring(latent_at, rope_at, table, start, tiles, dtype, C, R, RING, PAGE)
     q_c, q_r = _queries(query + line * (C + R), block * BLOCK_M, pairs, dtype, C, R, BLOCK_M)
     if AXIS == 0:
         p_smem = gl.allocate_shared_memory(dtype, [TILE, BLOCK_M], p_layout)
@@ -195,28 +219,24 @@ def mla_decode_hopper_kernel(query, latent_at, rope_at, page_table, kv_lens, tre
         stage, n0 = tile % RING, start + tile * TILE
         ahead, more = n0 + RING * TILE, tile + RING < tiles
         page = gl.load(table + ahead // PAGE, mask=more, other=0)
-        here, here_r = latent.index(stage), rope.index(stage)
         mbarrier.wait(ready.index(stage), (tile // RING) & 1)
-        if (n0 < first_key) | (n0 + TILE > end):
-            _clear(here, first_key - n0, end - n0, C)
-            _clear(here_r, first_key - n0, end - n0, R)
-            fence_async_shared()
+        here, here_r = _take(latent.index(stage), rope.index(stage), wide, wide_r, first_key - n0, end - n0, C, R)
         scores = _scores(q_c, q_r, here, here_r, blank, AXIS == 0)
         seen = _visible(n0 + n, length - width, own, tree, first_key, end, AXIS, TREE)
         weights, kept, top, total = _weights(gl.where(seen, scores * scale, float("-inf")), top, total, AXIS)
         acc = _add(acc, kept, weights, p_smem, here, AXIS)
         gl.thread_barrier()
         if more:
-            _fetch(latent_at, rope_at, page, ahead, here, here_r, ready.index(stage), PAGE)
+            _fetch(latent_at, rope_at, page, ahead, latent.index(stage), rope.index(stage), ready.index(stage), PAGE)
     at, norm = (line + pair) * splits + split, gl.sum(total, AXIS)
     if SPLIT:
         gl.store(lse + at, top + gl.log2(norm), mask=pair < pairs)
-    _store(out, acc, norm, at, pair < pairs, C, AXIS)
+    _store(out, acc, norm, kv_scale, at, pair < pairs, C, AXIS)
 
 
 def described(kv: Tensor, lora: int) -> tuple[TensorDescriptor, TensorDescriptor]:
     """The cache kv [slots, C + R] in tiles of its first ``lora`` numbers and of those behind them."""
-    dtype = gl.bfloat16 if kv.dtype == torch.bfloat16 else gl.float16
+    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}[kv.dtype]
     made = []
     for columns in (lora, kv.shape[1] - lora):
         block = [TILE.value, columns]

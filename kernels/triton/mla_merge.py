@@ -13,34 +13,37 @@ def mla_merge_kernel(partial, lse, kv_lens, out, pairs, splits, C: tl.constexpr,
                      BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr):
     """A program: ``BLOCK_D`` numbers of one (query token, head) pair; ``pairs`` of a row lie side by side.
 
-    partial float32 [pair, split, C], lse float32 [pair, split] in base 2 -> out [pair, C].
-    How many splits of a row hold anything follows from its length as in the kernel before.
+    partial [pair, split, C], lse float32 [pair, split] in base 2 -> out [pair, C]. How many splits of a row hold
+    anything follows from its length as in the kernel before; the first ``CHUNK`` are fetched before that is known.
     """
-    pair, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dependent.begin(DEPENDENT)
+    pair, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    s, i, d = tl.arange(0, BLOCK_S), tl.arange(0, CHUNK), part * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = (d < C)[None, :]
+    first = partial + (pair * splits + i)[:, None] * C + d[None, :]
     dependent.wait(DEPENDENT)
     length = tl.load(kv_lens + pair // pairs)
+    value = tl.load(first, mask=(i < splits)[:, None] & inside, other=0.0)
+    state = tl.load(lse + pair * splits + i, mask=i < splits, other=0.0)
     tiles = tl.cdiv(length, BLOCK_N)
     count = tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, splits), 1))
-    s = tl.arange(0, BLOCK_S)
     states = tl.load(lse + pair * splits + s, mask=s < count, other=float("-inf"))
     top = tl.max(states, axis=0)
     top = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp2(states - top), axis=0)
-    d = part * BLOCK_D + tl.arange(0, BLOCK_D)
-    acc = tl.zeros([CHUNK, BLOCK_D], tl.float32)
-    for first in range(0, count, CHUNK):
-        at = pair * splits + first + tl.arange(0, CHUNK)
-        inside = first + tl.arange(0, CHUNK) < count
-        weight = tl.exp2(tl.load(lse + at, mask=inside, other=float("-inf")) - top)
-        value = tl.load(partial + at[:, None] * C + d[None, :], mask=inside[:, None] & (d[None, :] < C), other=0.0)
-        acc += value * weight[:, None]
+    weight = tl.exp2(tl.where(i < count, state, float("-inf")) - top)
+    acc = tl.where((i < count)[:, None], value.to(tl.float32), 0.0) * weight[:, None]
+    for done in range(CHUNK, count, CHUNK):
+        more = done + i < count
+        weight = tl.exp2(tl.load(lse + pair * splits + done + i, mask=more, other=float("-inf")) - top)
+        value = tl.load(first + done * C, mask=more[:, None] & inside, other=0.0)
+        acc += value.to(tl.float32) * weight[:, None]
     result = tl.sum(acc, axis=0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out + pair * C + d, result.to(out.dtype.element_ty), mask=d < C)
 
 
 def merge(partial: Tensor, lse: Tensor, kv_lens: Tensor, out: Tensor, pairs: int, block_n: int) -> None:
-    """partial float32 [B * W, H, S, C], lse float32 [B * W, H, S], kv_lens int32 [B] -> out [B * W, H, C]."""
+    """partial [B * W, H, S, C], lse float32 [B * W, H, S], kv_lens int32 [B] -> out [B * W, H, C]."""
     tokens, heads, splits, size = partial.shape
     padded = triton.next_power_of_2(splits)
     block_d = min(128, triton.next_power_of_2(size))

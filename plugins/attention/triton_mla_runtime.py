@@ -45,7 +45,7 @@ class TritonMla(PagedMla):
         rows = self._rows
         assert rows is not None
         ring = ring_fits(query.dtype, kv.dtype, self._page_size, layer.lora_rank, layer.rope_dim, query.device)
-        cut = tiling(len(rows.lens), rows.width, layer.heads, self._context, query.element_size(), ring)
+        cut = tiling(len(rows.lens), rows.width, layer.heads, self._context, query.dtype, kv.dtype, ring)
         return mla_decode(query, kv, rows.page_table, rows.lens, scale, self._page_size, layer.lora_rank, cut,
                           rows.first_key, rows.tree)
 

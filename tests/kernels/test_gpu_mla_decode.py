@@ -24,7 +24,7 @@ def chosen(case: Case, ring: bool | None = None) -> kernel.Tiling:
     fits = kernel.ring_fits(case.query.dtype, case.kv.dtype, case.page, case.lora, 64, case.kv.device)
     if ring and not fits:
         pytest.skip("not for the kernel of Hopper")
-    return kernel.tiling(len(case.lengths), case.width, case.heads, 2048, case.query.element_size(),
+    return kernel.tiling(len(case.lengths), case.width, case.heads, 2048, case.query.dtype, case.kv.dtype,
                          fits if ring is None else ring)
 
 
@@ -58,11 +58,14 @@ def test_trees_and_a_first_key(heads: int, ring: bool) -> None:
     case.check(replace(chosen(case, ring), splits=1), 1e-2)
 
 
-@pytest.mark.parametrize("width", [1, 4])
-def test_fp8_cache(width: int) -> None:
-    case = Case([n + width for n in LENGTHS], width, 16, page=64, dtype=torch.bfloat16, seed=width, **SIZES)
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("heads,width", [(16, 1), (16, 2), (128, 1)])
+def test_fp8_cache(heads: int, width: int, ring: bool) -> None:
+    lengths = [n + width for n in LENGTHS]
+    case = Case(lengths, width, heads, page=64, dtype=torch.bfloat16, seed=width, first_key=1, **SIZES)
     case.kv, case.kv_scale = case.kv.to(torch.float8_e4m3fn), 0.5
-    case.check(chosen(case), 1e-2)
+    case.check(chosen(case, ring), 1e-2)
+    case.check(replace(chosen(case, ring), splits=1), 1e-2)
 
 
 @pytest.mark.parametrize("page", [16, 64])

@@ -42,7 +42,7 @@ class Case:
         self.kv_scale = 1.0
 
     def cut(self, **changes: int) -> kernel.Tiling:
-        made = kernel.tiling(len(self.lengths), self.width, self.heads, 256, self.query.element_size())
+        made = kernel.tiling(len(self.lengths), self.width, self.heads, 256, self.query.dtype, self.kv.dtype)
         return replace(made, **changes)
 
     def run(self, cut: kernel.Tiling) -> Tensor:
@@ -131,9 +131,12 @@ def test_an_fp8_cache() -> None:
 
 
 def test_the_tiling_fills_the_device() -> None:
-    for rows, width, heads in [(1, 1, 16), (8, 1, 16), (32, 2, 16), (128, 1, 128), (256, 1, 16), (3, 7, 5)]:
-        cut = kernel.tiling(rows, width, heads, 4096)
-        assert cut.block_m * cut.splits >= 16 and cut.splits <= 4096 // cut.block_n
-        blocks = rows * -(-width * heads // cut.block_m)
-        assert blocks * cut.splits >= min(132, 4096 // cut.block_n)
-    assert kernel.tiling(1, 1, 16, 32).splits <= 2
+    """At least two thirds of the multiprocessors have work in the rounds that it takes, unless a row is too short."""
+    half = torch.bfloat16
+    for rows, width, heads in [(1, 1, 16), (8, 1, 16), (32, 2, 16), (70, 1, 16), (128, 1, 128), (3, 7, 5)]:
+        for ring in (False, True):
+            cut = kernel.tiling(rows, width, heads, 1 << 14, half, half, ring)
+            programs = rows * -(-width * heads // cut.block_m) * cut.splits
+            assert cut.splits <= (1 << 14) // cut.block_n
+            assert programs / (-(-programs // 132) * 132) > 2 / 3
+    assert kernel.tiling(1, 1, 16, 64, half, half, True).splits == 1
