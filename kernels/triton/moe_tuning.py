@@ -113,8 +113,8 @@ class Bench:
     def run(self, product: str, config: Config, x: Tensor, ids: Tensor, weights: Tensor,
             aligned: Alignment | None) -> Tensor:
         if product == "up":
-            return (moe_gemv.up(x, self.w13, ids, config, self.shared) if config["way"] == "gemv" else
-                    moe_gemm.up(x, self.w13, ids, aligned, config, self.shared))
+            return (moe_gemv.up(x, self.w13, ids, config) if config["way"] == "gemv" else
+                    moe_gemm.up(x, self.w13, ids, aligned, config))
         return (moe_gemv.down(x, self.w2, ids, weights, config) if config["way"] == "gemv" else
                 moe_gemm.down(x, self.w2, ids, weights, aligned, config))
 

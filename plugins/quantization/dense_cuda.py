@@ -54,5 +54,4 @@ class CudaExperts:
 
     def apply(self, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor:
         values = x.values if isinstance(x, Quantized) else x
-        return moe_experts.experts(values.contiguous(), self.w13, self.w2, ids, weights,
-                                   shared=self.shape.shared)
+        return moe_experts.experts(values.contiguous(), self.w13, self.w2, ids, weights)
