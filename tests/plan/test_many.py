@@ -54,7 +54,7 @@ print(json.dumps({"seconds": time.process_time() - started, "admitted": admitted
 """
 
 
-#: process time of all of them: 1.3 ms each, with seven attention backends to choose from; a busy machine takes half more
+#: process time of all of them: 1.3 ms each, with seven attention backends; a busy machine takes half more
 MOST_SECONDS = 20
 
 
