@@ -5,12 +5,7 @@ are compiled ahead in processes of their own, because that takes longer than mea
 """
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from itertools import product
-from multiprocessing import get_context
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +15,21 @@ from torch import Tensor
 
 from glowplug.kernels.triton import fp8_gemm, fp8_quant
 from glowplug.kernels.triton.fp8_gemm import BLOCK
+from glowplug.kernels.triton.fp8_tuning_run import Log, Table, TuningRun, check_refusal, key, tiles, without
 from glowplug.kernels.triton.moe_tuning import microseconds
 from glowplug.kernels.triton.tuned import Config
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-SHARED_MEMORY = 225_000  #: bytes a program may use on Hopper
 COLD = 400 << 20  #: bytes of weights to go through in turn
 CORES = 132
-Table = dict[int, Config]
-Log = Callable[[str], None]
-
-
-def _tiles(swap: bool, block_m: int, blocks_n: Sequence[int], warps: Sequence[int], stages: Sequence[int],
-           weights: int = 1) -> Iterator[dict[str, Any]]:
-    for block_n, warp, stage, tma in product(blocks_n, warps, stages, (True, False)):
-        if stage * (weights * block_n + block_m) * BLOCK <= SHARED_MEMORY:
-            yield {"BLOCK_N": block_n, "SWAP": swap, "TMA": tma, "num_warps": warp, "num_stages": stage}
 
 
 def _gemm_tiles(rows: int) -> list[dict[str, Any]]:
     if rows <= 64:
         block = max(16, triton.next_power_of_2(rows))
-        return [{"BLOCK_M": block, **tile} for tile in _tiles(True, block, (64, 128), (4, 8), (3, 4, 6))]
+        return [{"BLOCK_M": block, **tile} for tile in tiles(True, block, (64, 128), (4, 8), (3, 4, 6))]
     return [{"BLOCK_M": block, **tile} for block in (64, 128) for swap in ((False, True) if rows <= 256 else (False,))
-            for tile in _tiles(swap, block, (128,) if rows > 256 else (64, 128), (4, 8), (3, 4))]
+            for tile in tiles(swap, block, (128,) if rows > 256 else (64, 128), (4, 8), (3, 4))]
 
 
 def gemm_candidates(rows: int, columns: int, depth: int) -> list[Config]:
@@ -76,8 +62,8 @@ def _compile_gemm(wanted: Sequence[Config]) -> list[str]:
             fp8_gemm.gemm(x, scales, weight, w_scales, torch.bfloat16, {**config, "SPLIT_K": 2})
             torch.cuda.synchronize()
         except Exception as error:  # a compiler's refusal has no type of its own
-            _is_refusal(error)
-            failed.append(_key(config))
+            check_refusal(error)
+            failed.append(key(config))
     return failed
 
 
@@ -96,9 +82,9 @@ def tune_gemm(columns: int, depth: int, path: Path, *, rows: Sequence[int] = ROW
             yield microseconds([lambda w=weight, c=config: fp8_gemm.gemm(x, scales, w, w_scales, torch.bfloat16, c)
                                 for weight in weights], 2), config
 
-    run = _Run(path, seconds, workers, log)
+    run = TuningRun(path, seconds, workers, log)
     for number in run.compiled(rows, kernels, _compile_gemm):
-        usable = [c for c in candidates(number) if _key({**_without(c, "SPLIT_K"), "FETCH": fetch_of(
+        usable = [c for c in candidates(number) if key({**without(c, "SPLIT_K"), "FETCH": fetch_of(
             number, c["BLOCK_M"])}) not in run.failed]
         best = min(run.within_time(measure(number, usable)), key=lambda item: item[0])
         run.keep(number, best[1], f"{columns}x{depth}, {number} rows: {best[0]:.1f} us {best[1]}")
@@ -107,59 +93,3 @@ def tune_gemm(columns: int, depth: int, path: Path, *, rows: Sequence[int] = ROW
 
 def fetch_of(rows: int, block_m: int) -> int:
     return fp8_gemm.FETCH if rows <= block_m <= 32 else 0
-
-
-# ---- a run ----------------------------------------------------------------------------------------------------------
-
-
-def _key(what: object) -> str:
-    return json.dumps(what, sort_keys=True)
-
-
-def _without(config: Config, name: str) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key != name}
-
-
-def _is_refusal(error: Exception) -> None:
-    """A compiler's refusal is expected; a broken device is not."""
-    if "CUDA error" in str(error):
-        raise error
-
-
-class _Run:
-    """One table being filled: what it holds, how much time is left, what does not compile."""
-
-    def __init__(self, path: Path, seconds: float, workers: int, log: Log) -> None:
-        self.path, self._workers, self._log = path, workers, log
-        self._end = time.monotonic() + seconds
-        self.table: Table = {int(k): v for k, v in json.loads(path.read_text()).items()} if path.is_file() else {}
-        self.failed: set[str] = set()
-
-    def compiled(self, rows: Sequence[int], candidates: Callable[[int], Any], compile_: Callable[..., list[str]],
-                 *more: object) -> Iterator[int]:
-        """Numbers of rows still to be measured, once every candidate is compiled, until time is up."""
-        left = [number for number in rows if number not in self.table]
-        wanted = list({_key(c): c for number in left for c in candidates(number)}.values())
-        shares = [share for number in range(self._workers) if (share := wanted[number :: self._workers])]
-        if shares:
-            with ProcessPoolExecutor(len(shares), get_context("spawn")) as pool:
-                done = [pool.submit(compile_, share, *more) for share in shares]
-                self.failed = {name for share in done for name in share.result()}
-            self._log(f"{self.path.name}: {len(wanted)} compiled, {len(self.failed)} of them refused")
-        for position, number in enumerate(left):
-            if time.monotonic() > self._end:
-                self._log(f"out of time; not measured: {left[position:]}")
-                return
-            yield number
-
-    def within_time(self, measured: Iterator[tuple[float, Config]]) -> Iterator[tuple[float, Config]]:
-        """At least one measurement, and no more once time is up."""
-        for item in measured:
-            yield item
-            if time.monotonic() > self._end:
-                return
-
-    def keep(self, rows: int, config: Config, line: str) -> None:
-        self.table[rows] = dict(config)
-        self.path.write_text(json.dumps(dict(sorted(self.table.items())), indent=1) + "\n")
-        self._log(line)

@@ -5,38 +5,25 @@ a model. Kernels are compiled ahead in processes of their own, because that take
 """
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from glowplug.kernels.triton import fp8_quant, moe_gemm_fp8, tuned
 from glowplug.kernels.triton.fp8_gemm import BLOCK
+from glowplug.kernels.triton.fp8_tuning_run import Log, Table, TuningRun, check_refusal, key, tiles, without
 from glowplug.kernels.triton.moe_tuning import microseconds
 from glowplug.kernels.triton.tuned import Config
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-SHARED_MEMORY = 225_000  #: bytes a program may use on Hopper
 ALIGNING = 4.0  #: microseconds of an alignment of few tokens
 PAIRED = 4  #: tokens up to which one pair a tile may win
-Table = dict[int, Config]
 Best = dict[tuple[str, int, bool], tuple[float, Config]]  #: (kind of product, rows a tile, one pair a tile)
-Log = Callable[[str], None]
-
-
-def _tiles(swap: bool, block_m: int, blocks_n: Sequence[int], warps: Sequence[int], stages: Sequence[int],
-           weights: int = 1) -> Iterator[dict[str, Any]]:
-    for block_n, warp, stage, tma in product(blocks_n, warps, stages, (True, False)):
-        if stage * (weights * block_n + block_m) * BLOCK <= SHARED_MEMORY:
-            yield {"BLOCK_N": block_n, "SWAP": swap, "TMA": tma, "num_warps": warp, "num_stages": stage}
 
 
 def random_fp8(*shape: int) -> Tensor:
@@ -76,7 +63,7 @@ class _Experts:
     def call(self, kind: str, config: Config, x: tuple[Tensor, Tensor], ids: Tensor, weights: Tensor,
              tiles: moe_gemm_fp8.Tiles) -> object:
         tile, pairs, per_token = config["BLOCK_M"], ids.numel(), ids.shape[1]
-        own = _without(config, "BLOCK_M")
+        own = without(config, "BLOCK_M")
         if kind == "gated":
             return moe_gemm_fp8.gated_product(*x, self.w13, self.scales13, tiles, tile, pairs, per_token, own)
         if kind == "plain":
@@ -105,9 +92,9 @@ def expert_candidates(tokens: int, problem: Problem) -> Iterator[tuple[str, Conf
             continue
         few = block <= 64 and load <= 64
         warps, stages = ((4, 8), (3, 4, 6)) if few else ((8, 4), (3, 4))
-        for tile in _tiles(few, block, (128,), warps, stages, 2):
+        for tile in tiles(few, block, (128,), warps, stages, 2):
             yield "gated", {"BLOCK_M": block, **tile}
-        for tile in _tiles(few, block, (64, 128) if few else (128,), warps, stages):
+        for tile in tiles(few, block, (64, 128) if few else (128,), warps, stages):
             yield "second", {"BLOCK_M": block, **tile}
             if not few:
                 yield "plain", {"BLOCK_M": block, **tile}
@@ -124,8 +111,8 @@ def _compile_experts(wanted: Sequence[tuple[str, Config]], problem: Problem) -> 
                        moe_gemm_fp8.tiles_of(ids, held, config))
             torch.cuda.synchronize()
         except Exception as error:
-            _is_refusal(error)
-            failed.append(_key((kind, config)))
+            check_refusal(error)
+            failed.append(key((kind, config)))
     return failed
 
 
@@ -137,7 +124,7 @@ def _input(kind: str, tokens: int, ids: Tensor, problem: Problem) -> tuple[Tenso
 def tune_experts(problem: Problem, path: Path, *, tokens: Sequence[int] = TOKENS, seconds: float = 300.0,
                  workers: int = 8, log: Log = print) -> Table:
     """Measure each number of tokens that ``path`` does not hold yet, writing it after each; stop after ``seconds``."""
-    run = _Run(path, seconds, workers, log)
+    run = TuningRun(path, seconds, workers, log)
     bench: _Experts | None = None
     for number in run.compiled(tokens, lambda n: expert_candidates(n, problem), _compile_experts, problem):
         bench = bench or _Experts.make(problem, problem.experts)
@@ -151,7 +138,7 @@ def _measure(bench: _Experts, problem: Problem, number: int, failed: set[str]) -
     routes = [routing(problem, problem.experts, number, seed) for seed in range(8 if number <= 64 else 3)]
     best: Best = {}
     for paired, (kind, config) in product((False, True)[: 1 + (number <= PAIRED)], expert_candidates(number, problem)):
-        if _key((kind, config)) in failed:
+        if key((kind, config)) in failed:
             continue
         x = _input(kind, number, routes[0][0], problem)
         lists = [moe_gemm_fp8.tiles_of(ids, problem.experts, {**config, "PAIRED": paired}) for ids, _ in routes]
@@ -172,52 +159,5 @@ def _cheapest(best: Best) -> tuple[float, Config]:
         second = best["second", tile, paired]
         found.append((first[0] + second[0] + (0.0 if paired else ALIGNING), {
             "BLOCK_M": tile, "FUSE": kind == "gated", "PAIRED": paired,
-            "first": _without(first[1], "BLOCK_M"), "second": _without(second[1], "BLOCK_M")}))
+            "first": without(first[1], "BLOCK_M"), "second": without(second[1], "BLOCK_M")}))
     return min(found, key=lambda item: item[0])
-
-
-def _key(what: object) -> str:
-    return json.dumps(what, sort_keys=True)
-
-
-def _without(config: Config, name: str) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key != name}
-
-
-def _is_refusal(error: Exception) -> None:
-    """A compiler's refusal is expected; a broken device is not."""
-    if "CUDA error" in str(error):
-        raise error
-
-
-class _Run:
-    """One table being filled: what it holds, how much time is left, what does not compile."""
-
-    def __init__(self, path: Path, seconds: float, workers: int, log: Log) -> None:
-        self.path, self._workers, self._log = path, workers, log
-        self._end = time.monotonic() + seconds
-        self.table: Table = {int(k): v for k, v in json.loads(path.read_text()).items()} if path.is_file() else {}
-        self.failed: set[str] = set()
-
-    def compiled(self, rows: Sequence[int], candidates: Callable[[int], Any], compile_: Callable[..., list[str]],
-                 *more: object) -> Iterator[int]:
-        """Numbers of rows still to be measured, once every candidate is compiled, until time is up."""
-        left = [number for number in rows if number not in self.table]
-        wanted = list({_key(c): c for number in left for c in candidates(number)}.values())
-        shares = [share for number in range(self._workers) if (share := wanted[number :: self._workers])]
-        if shares:
-            with ProcessPoolExecutor(len(shares), get_context("spawn")) as pool:
-                done = [pool.submit(compile_, share, *more) for share in shares]
-                self.failed = {name for share in done for name in share.result()}
-            self._log(f"{self.path.name}: {len(wanted)} compiled, {len(self.failed)} of them refused")
-        for position, number in enumerate(left):
-            if time.monotonic() > self._end:
-                self._log(f"out of time; not measured: {left[position:]}")
-                return
-            yield number
-
-    def keep(self, rows: int, config: Config, line: str) -> None:
-        self.table[rows] = dict(config)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(dict(sorted(self.table.items())), indent=1) + "\n")
-        self._log(line)
