@@ -15,7 +15,7 @@ from torch import Tensor
 
 from glowplug.kernels.triton import fp8_gemm, fp8_quant
 from glowplug.kernels.triton.fp8_gemm import BLOCK
-from glowplug.kernels.triton.fp8_tuning_run import Log, Table, TuningRun, check_refusal, key, tiles, without
+from glowplug.kernels.triton.fp8_tuning_run import Log, Table, TuningRun, check_refusal, fitting_tiles, key, without
 from glowplug.kernels.triton.moe_tuning import microseconds
 from glowplug.kernels.triton.tuned import Config
 
@@ -27,9 +27,9 @@ CORES = 132
 def _gemm_tiles(rows: int) -> list[dict[str, Any]]:
     if rows <= 64:
         block = max(16, triton.next_power_of_2(rows))
-        return [{"BLOCK_M": block, **tile} for tile in tiles(True, block, (64, 128), (4, 8), (3, 4, 6))]
+        return [{"BLOCK_M": block, **tile} for tile in fitting_tiles(True, block, (64, 128), (4, 8), (3, 4, 6))]
     return [{"BLOCK_M": block, **tile} for block in (64, 128) for swap in ((False, True) if rows <= 256 else (False,))
-            for tile in tiles(swap, block, (128,) if rows > 256 else (64, 128), (4, 8), (3, 4))]
+            for tile in fitting_tiles(swap, block, (128,) if rows > 256 else (64, 128), (4, 8), (3, 4))]
 
 
 def gemm_candidates(rows: int, columns: int, depth: int) -> list[Config]:

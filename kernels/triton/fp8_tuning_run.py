@@ -18,8 +18,8 @@ Table = dict[int, Config]
 Log = Callable[[str], None]
 
 
-def tiles(swap: bool, block_m: int, blocks_n: Sequence[int], warps: Sequence[int], stages: Sequence[int],
-          weights: int = 1) -> Iterator[dict[str, Any]]:
+def fitting_tiles(swap: bool, block_m: int, blocks_n: Sequence[int], warps: Sequence[int], stages: Sequence[int],
+                  weights: int = 1) -> Iterator[dict[str, Any]]:
     for block_n, warp, stage, tma in product(blocks_n, warps, stages, (True, False)):
         if stage * (weights * block_n + block_m) * BLOCK <= SHARED_MEMORY:
             yield {"BLOCK_N": block_n, "SWAP": swap, "TMA": tma, "num_warps": warp, "num_stages": stage}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from glowplug.kernels.triton import fp8_quant, moe_gemm_fp8, tuned
 from glowplug.kernels.triton.fp8_gemm import BLOCK
-from glowplug.kernels.triton.fp8_tuning_run import Log, Table, TuningRun, check_refusal, key, tiles, without
+from glowplug.kernels.triton.fp8_tuning_run import Log, Table, TuningRun, check_refusal, fitting_tiles, key, without
 from glowplug.kernels.triton.moe_tuning import microseconds
 from glowplug.kernels.triton.tuned import Config
 
@@ -92,9 +92,9 @@ def expert_candidates(tokens: int, problem: Problem) -> Iterator[tuple[str, Conf
             continue
         few = block <= 64 and load <= 64
         warps, stages = ((4, 8), (3, 4, 6)) if few else ((8, 4), (3, 4))
-        for tile in tiles(few, block, (128,), warps, stages, 2):
+        for tile in fitting_tiles(few, block, (128,), warps, stages, 2):
             yield "gated", {"BLOCK_M": block, **tile}
-        for tile in tiles(few, block, (64, 128) if few else (128,), warps, stages):
+        for tile in fitting_tiles(few, block, (64, 128) if few else (128,), warps, stages):
             yield "second", {"BLOCK_M": block, **tile}
             if not few:
                 yield "plain", {"BLOCK_M": block, **tile}
