@@ -15,7 +15,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from glowplug.kernels.triton import dependent, tuned
-from glowplug.kernels.triton.fp8_gemv import gemv
 from glowplug.kernels.triton.tuned import Config
 
 BLOCK = 128
@@ -145,8 +144,6 @@ def rule(rows: int, columns: int, depth: int) -> Config:
 @lru_cache(maxsize=4096)
 def config_for(rows: int, columns: int, depth: int) -> Config:
     found = tuned.table(tuned.file_name(f"N={columns},K={depth}", DTYPE, (BLOCK, BLOCK)))
-    if found is not None and rows > 1:
-        found = {measured: config for measured, config in found.items() if config.get("WAY") != "gemv"}
     if not found or rows > 2 * max(found):  # tiles for few rows are no good for many
         return rule(rows, columns, depth)
     return tuned.nearest(found, rows)
@@ -164,10 +161,6 @@ def gemm(x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: t
         return torch.empty(0, columns, dtype=dtype, device=x.device)
     chosen: dict[str, Any] = dict(config or config_for(rows, columns, depth))
     row_scales = w_scales.shape[0] == columns and columns > 1
-    if chosen.pop("WAY", "") == "gemv":
-        if rows == 1 and not row_scales:
-            return gemv(x, x_scales, weight, w_scales, dtype, chosen)
-        chosen = dict(rule(rows, columns, depth))
     split, block_n = chosen.pop("SPLIT_K"), chosen["BLOCK_N"]
     chosen["TMA"] = chosen["TMA"] and depth % 16 == 0
     chosen.setdefault("FETCH", FETCH if rows <= chosen["BLOCK_M"] <= 32 else 0)

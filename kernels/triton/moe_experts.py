@@ -72,9 +72,9 @@ def chosen(problem: Problem, tokens: int) -> Mapping[str, Config]:
 
 
 def experts(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor,
-            config: Mapping[str, Config] | None = None, shared: int = 0) -> Tensor:
+            config: Mapping[str, Config] | None = None) -> Tensor:
     """x [T, H], w13 [E, 2I, H] gates before ups, w2 [E, H, I], ids [T, K] (-1: elsewhere), weights float32 [T, K] ->
-    [T, H]. A token names an expert at most once. No step depends on a value on the host. ``shared``: as of ``up``."""
+    [T, H]. A token names an expert at most once. No step depends on a value on the host."""
     if not len(x):
         return torch.empty_like(x)
     if config is None:
@@ -82,8 +82,8 @@ def experts(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor,
                         len(x))
     up, down = config["up"], config["down"]
     aligned = align(ids, w13.shape[0], up["block_m"]) if up["way"] == "sorted" else None
-    hidden = (moe_gemv.up(x, w13, ids, up, shared) if up["way"] == "gemv" else
-              moe_gemm.up(x, w13, ids, aligned, up, shared))
+    hidden = (moe_gemv.up(x, w13, ids, up) if up["way"] == "gemv" else
+              moe_gemm.up(x, w13, ids, aligned, up))
     if down["way"] == "gemv":
         return moe_gemv.down(hidden, w2, ids, weights, down)
     return moe_sum(moe_gemm.down(hidden, w2, ids, weights, aligned, down), ids)

@@ -19,8 +19,6 @@ from glowplug.kernels.triton import dependent
 from glowplug.kernels.triton.moe_align import Alignment
 
 Config = Mapping[str, Any]  #: of one product: block_m, block_n, block_k, group, warps, stages, swap, tma, way
-FIRST_WAVE: tl.constexpr = tl.constexpr(264)  # programs that can be there before the first has ended
-STREAMING = 32  #: rows of a tile up to which weights are what takes time
 
 
 @triton.jit
@@ -80,26 +78,6 @@ def _load_weight(w, expert, row, rows, first_k, depth, TMA: tl.constexpr, EVEN_K
 
 
 @triton.jit
-def _fetch_ahead(w, block, first, columns, depth, experts, SORTED: tl.constexpr, SHARED: tl.constexpr,
-                 LINES: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Bring weights into L2 before it is known who chose what: those of everybody's experts, all of them.
-
-    ``SORTED`` tiles begin with what is likely theirs, an expert a tile; should it not be, others use it.
-    """
-    expert = experts - 1 - block
-    ahead = block < SHARED
-    if SORTED:
-        expert = tl.minimum(block, experts - 1)
-        ahead = tl.program_id(0) < FIRST_WAVE
-    if ahead:
-        n = first + tl.arange(0, BLOCK_N)
-        row = expert.to(tl.int64) * 2 * columns + tl.where(n < columns, n, 0)
-        line = w + row[:, None] * depth + tl.minimum(tl.arange(0, LINES) * 64, depth - 1)[None, :]
-        dependent.fetch(line)
-        dependent.fetch(line + columns.to(tl.int64) * depth)
-
-
-@triton.jit
 def _times(x, w, total, SWAP: tl.constexpr):
     if SWAP:
         total = tl.dot(w, tl.trans(x), total, input_precision="ieee")
@@ -109,19 +87,17 @@ def _times(x, w, total, SWAP: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["pairs", "experts", "m_blocks", "n_blocks", "group"])
-def _grouped(x, w, out, ids, weights, sorted_pairs, expert_of_block, ahead, pairs, experts, columns, depth, m_blocks,
-             n_blocks, group, UP: tl.constexpr, SHARED: tl.constexpr, LINES: tl.constexpr, SORTED: tl.constexpr,
+def _grouped(x, w, out, ids, weights, sorted_pairs, expert_of_block, pairs, experts, columns, depth, m_blocks,
+             n_blocks, group, UP: tl.constexpr, SORTED: tl.constexpr,
              TOPK: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr, X_TMA: tl.constexpr, SWAP: tl.constexpr,
              EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
              DEPENDENT: tl.constexpr):
     """``UP``: x are tokens [T, K], w holds gates, then ups; out has a row a place in the sorted list, or a pair.
 
-    Otherwise x are those rows, and out has a row a pair: [T * K, columns]. ``ahead``: the weight as a pointer.
+    Otherwise x are those rows, and out has a row a pair: [T * K, columns].
     """
     block, column_block = tile_place(m_blocks, n_blocks, group)
     if UP:
-        if LINES > 0:
-            _fetch_ahead(ahead, block, column_block * BLOCK_N, columns, depth, experts, SORTED, SHARED, LINES, BLOCK_N)
         dependent.wait(DEPENDENT)
     dependent.begin(DEPENDENT)  # the second product may read what the first has waited for
     expert, pair = tile_pairs(ids, sorted_pairs, expert_of_block, block, pairs, experts, SORTED, TOPK, WIDTH, BLOCK_M)
@@ -176,40 +152,35 @@ def _grouped(x, w, out, ids, weights, sorted_pairs, expert_of_block, ahead, pair
 
 
 def _launch(x: Tensor, w: Tensor, out: Tensor, ids: Tensor, weights: Tensor | None, aligned: Alignment | None,
-            config: Config, shared: int = 0) -> Tensor:
+            config: Config) -> Tensor:
     pairs, (experts, _, depth), columns = ids.numel(), w.shape, out.shape[1]
     block_m, block_n, block_k = config["block_m"], config["block_n"], config["block_k"]
     dense = aligned is None
     m_blocks = experts * triton.cdiv(ids.shape[0], block_m) if dense else len(aligned.expert_of_block)
     n_blocks = triton.cdiv(columns, block_n)
-    fetching = (dependent.supported() and weights is None and block_m <= STREAMING
-                and (not dense or (0 < shared and len(ids) <= block_m)))
-    lines = min(triton.next_power_of_2(triton.cdiv(depth, 64)), 64 if dense else 8) if fetching else 0
-    group = shared if fetching and dense else config.get("group", 64)
     tma = bool(config.get("tma")) and depth * w.element_size() % 16 == 0
     x_tma = tma and not dense and weights is not None
     places = (None, None) if dense else (aligned.sorted_pairs, aligned.expert_of_block)
     _grouped[(m_blocks * n_blocks,)](
         TensorDescriptor.from_tensor(x, [block_m, block_k]) if x_tma else x,
         TensorDescriptor.from_tensor(w.view(-1, depth), [block_n, block_k]) if tma else w,
-        out, ids, weights, *places, w, pairs, experts, columns, depth, m_blocks, n_blocks, group, UP=weights is None,
-        SHARED=shared, LINES=lines, SORTED=not dense, TOPK=ids.shape[1], WIDTH=triton.next_power_of_2(ids.shape[1]),
+        out, ids, weights, *places, pairs, experts, columns, depth, m_blocks, n_blocks, config.get("group", 64),
+        UP=weights is None, SORTED=not dense, TOPK=ids.shape[1], WIDTH=triton.next_power_of_2(ids.shape[1]),
         TMA=tma, X_TMA=x_tma, SWAP=bool(config.get("swap")), EVEN_K=depth % block_k == 0, BLOCK_M=block_m,
         BLOCK_N=block_n, BLOCK_K=block_k, num_warps=config["warps"], num_stages=config["stages"],
         **dependent.options())
     return out
 
 
-def up(x: Tensor, w13: Tensor, ids: Tensor, aligned: Alignment | None, config: Config, shared: int = 0) -> Tensor:
+def up(x: Tensor, w13: Tensor, ids: Tensor, aligned: Alignment | None, config: Config) -> Tensor:
     """x [T, H], w13 [E, 2I, H] gates before ups, ids [T, K] -> silu(gate) * up, I columns.
 
     A row a place in ``aligned``, which was made with the configuration's block_m; without one ("dense") a row a pair.
-    Rows of padding and of absent experts are not written. ``shared``: the last so many experts are likely everybody's
-    (their weights are fetched while the gate still chooses; the result does not depend on it).
+    Rows of padding and of absent experts are not written.
     """
     rows = ids.numel() if aligned is None else len(aligned.sorted_pairs)
     out = torch.empty(rows, w13.shape[1] // 2, dtype=x.dtype, device=x.device)
-    return _launch(x, w13, out, ids, None, aligned, config, shared)
+    return _launch(x, w13, out, ids, None, aligned, config)
 
 
 def down(h: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, aligned: Alignment | None, config: Config) -> Tensor:

@@ -18,20 +18,13 @@ from glowplug.kernels.triton import dependent
 FETCHED: tl.constexpr = tl.constexpr(2)  # experts of a token whose weights are fetched ahead
 
 
-@triton.jit(do_not_specialize=["experts"])
-def _up(x, w, out, ids, experts, columns, depth, SHARED: tl.constexpr, TOPK: tl.constexpr, DEPTH: tl.constexpr,
-        BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr, DEPENDENT: tl.constexpr):
+@triton.jit
+def _up(x, w, out, ids, columns, depth, TOPK: tl.constexpr, DEPTH: tl.constexpr, BLOCK_N: tl.constexpr,
+        BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr):
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    from_last = tl.program_id(1) % TOPK
-    if DEPENDENT:
-        if from_last < SHARED:  # everybody's experts are known before anybody has chosen
-            row = (experts - 1 - from_last).to(tl.int64) * 2 * columns + tl.where(n < columns, n, 0)
-            line = w + row[:, None] * depth + tl.minimum(tl.arange(0, LINES) * 64, depth - 1)[None, :]
-            dependent.fetch(line)
-            dependent.fetch(line + columns.to(tl.int64) * depth)
     dependent.wait(DEPENDENT)
     dependent.begin(DEPENDENT)
-    pair = tl.program_id(1) // TOPK * TOPK + TOPK - 1 - from_last
+    pair = tl.program_id(1)
     expert = tl.load(ids + pair).to(tl.int64)
     if expert < 0:
         return
@@ -83,13 +76,13 @@ def _lines(w: Tensor) -> int:
     return triton.next_power_of_2(triton.cdiv(w.shape[-1], 64))
 
 
-def up(x: Tensor, w13: Tensor, ids: Tensor, config: Mapping[str, Any], shared: int = 0) -> Tensor:
+def up(x: Tensor, w13: Tensor, ids: Tensor, config: Mapping[str, Any]) -> Tensor:
     """As ``moe_gemm.up``. config: block_n, block_k, warps."""
     columns, depth = w13.shape[1] // 2, w13.shape[2]
     out = torch.empty(ids.numel(), columns, dtype=x.dtype, device=x.device)
     _up[(triton.cdiv(columns, config["block_n"]), ids.numel())](
-        x, w13, out, ids, w13.shape[0], columns, depth, SHARED=shared, TOPK=ids.shape[1], DEPTH=depth,
-        BLOCK_N=config["block_n"], BLOCK_K=config["block_k"], LINES=_lines(w13), num_warps=config["warps"],
+        x, w13, out, ids, columns, depth, TOPK=ids.shape[1], DEPTH=depth, BLOCK_N=config["block_n"],
+        BLOCK_K=config["block_k"], num_warps=config["warps"],
         **dependent.options())
     return out
 
