@@ -2,7 +2,7 @@
 #   make demo         a streamed answer from the embedded model, on the CPU, offline
 #   make serve        an OpenAI-compatible server on 127.0.0.1:30000       ARGS="--port 8000 --model /models/x"
 #   make test         the test suite                                       ARGS="-k plan"
-#   make test-slow gpu-test lint docs bench wheel clean
+#   make test-slow gpu-test gpu-sanitize lint docs bench wheel clean
 # VENV=DIR reuses (or makes) another environment; PYTHON= picks the interpreter that makes one.
 
 VENV ?= .venv
@@ -18,7 +18,7 @@ TESTENV = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= TOKENIZERS_PARALLELISM=fals
 QUIET := $(shell test -t 2 || echo --quiet)
 PIP = $(RUN) pip install $(QUIET) --disable-pip-version-check -c $(VENV)/.constraints
 
-.PHONY: demo serve test test-slow gpu-test lint docs bench wheel clean
+.PHONY: demo serve test test-slow gpu-test gpu-sanitize lint docs bench wheel clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.demo
@@ -37,6 +37,10 @@ test-slow: $(VENV)/.test
 # On a machine whose own Python has torch with CUDA and the test tools, nothing is installed: it is used as it is.
 gpu-test:
 	PYTHONPATH=src:$$PYTHONPATH $(GPU_PYTHON) -m pytest -m gpu $(ARGS)
+
+# The kernels' tests under compute-sanitizer, which comes with the CUDA toolkit.
+gpu-sanitize:
+	PYTHONPATH=src:.:$$PYTHONPATH $(GPU_PYTHON) -m tests.gpu_sanitize --output docs/benchmarks/sanitizer-h200.json $(ARGS)
 
 lint: $(VENV)/.test
 	$(RUN) ruff check .

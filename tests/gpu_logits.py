@@ -1,0 +1,239 @@
+"""Logits of every way to compute a model, held against the float32 reference: plain torch, eager, dequantised weights.
+
+A model is cut to its first dense and its first mixture layer, at the published sizes, with seeded weights of proper
+scale. Prompts of 1 to 700 tokens run together, then decode steps follow whose tokens are given (not drawn), so that
+every way reads the same tokens. Logits of all positions are compared, and those of decode steps, which read the cache,
+once more by themselves. Of the embedded model whole chats are read, the end of each in decode steps.
+
+``python -m tests.gpu_logits --model v2lite v3 --output docs/benchmarks/logits-h200.json``; a model is a shape that
+ships, a folder, or "embedded" (which is not cut).
+"""
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from glowplug import LLM, PlanRefused, SamplingParams
+from glowplug.core.plugins import load_plugins
+from glowplug.entrypoints.cut_model import model_config, write_cut
+from tests.teacher_runtime import SCRIPTS, SEEN, score_prompts
+
+LENGTHS = (1, 2, 33, 63, 64, 65, 130, 333, 700)
+CHATS = 64
+STEPS = 8  #: decode steps behind each prompt
+TEACHER = ("tests.teacher",)
+BACKENDS = ("triton_mla", "flashinfer_mla", "fa3_mla", "flashmla", "hopper_mla")
+EAGER = {"use": "eager"}
+COSINE = 0.999  #: what every way but those with a coarser cache must reach in the median
+
+Key = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Of one way's logits from the reference's, over all positions. ``kl``: of the reference's distribution from the
+    way's, mean, in nats. ``top1``: share of positions with the same best token; ``shift``: median change of the
+    reference's best token's log-probability."""
+
+    positions: int
+    cosine_min: float
+    cosine_median: float
+    max_error: float
+    kl: float
+    top1: float
+    shift: float
+
+
+@torch.inference_mode()
+def distance(want: dict[Key, Tensor], got: dict[Key, Tensor]) -> Distance:
+    """Logits float32 [vocabulary] by position."""
+    assert want.keys() == got.keys(), f"{len(want)} positions against {len(got)}"
+    columns = [_position(want[key].double(), got[key].double()) for key in sorted(want)]
+    cosine, error, kl, same, shift = torch.stack(columns).cpu().numpy().T
+    return Distance(len(columns), float(cosine.min()), float(np.median(cosine)), float(error.max()), float(kl.mean()),
+                    float(same.mean()), float(np.median(shift)))
+
+
+def _position(want: Tensor, got: Tensor) -> Tensor:
+    cosine = torch.nn.functional.cosine_similarity(want, got, dim=0)
+    before, after = want.log_softmax(0), got.log_softmax(0)
+    best = want.argmax()
+    kl = (before.exp() * (before - after)).sum()
+    same = (got.argmax() == best).double()
+    return torch.stack([cosine, (want - got).abs().max(), kl, same, (before[best] - after[best]).abs()])
+
+
+# ---- ways -----------------------------------------------------------------------------------------------------------
+
+
+def reference(fp8: bool, **changes: Any) -> dict[str, Any]:
+    """Everything in plain torch and float32, without absorption."""
+    return {"dtype": "float32", "attention": {"use": "torch_mla", "absorb": False}, "ops": {"use": "torch"},
+            "quantization": {"use": "plain_torch"}, "graphs": EAGER, **changes}
+
+
+def ways(fp8: bool, device: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names and configurations; the first are no engine's but tell what a number format costs by itself."""
+    if fp8:
+        yield "format: FP8 products", reference(fp8, quantization={"use": "plain_torch", "activations": "dynamic"})
+    else:
+        yield "format: bfloat16", reference(fp8, dtype="bfloat16")
+    for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+        yield f"format: cache of {name}", reference(fp8, attention={"use": "rounded_mla", "to": name})
+    if device == "cpu":
+        return
+    yield "auto, graphs", {}
+    yield "auto, eager", {"graphs": EAGER}
+    for backend in BACKENDS:
+        yield backend, {"attention": {"use": backend}}
+    yield "torch_mla", {"attention": {"use": "torch_mla"}, "graphs": EAGER}
+    for backend in ("triton_mla", "hopper_mla"):
+        yield f"{backend}, FP8 cache", {"attention": {"use": backend, "kv_dtype": "fp8_e4m3"}}
+    yield "triton_mla, FP8 absorbed", {"attention": {"use": "triton_mla", "absorbed": "fp8"}}
+
+
+# ---- running --------------------------------------------------------------------------------------------------------
+
+
+def sequences(llm: LLM) -> list[list[int]]:
+    """Whole token sequences, of which decode steps read the last ``STEPS``."""
+    if llm.tokenizer is None:
+        rng, vocab = np.random.default_rng(7), llm.plan.facts.model.vocab_size
+        return [rng.integers(2, vocab, length + STEPS + 1).tolist() for length in LENGTHS]
+    from glowplug.models.embedded.tasks import held_out_tasks
+
+    found = []
+    for task in held_out_tasks(CHATS):
+        asked = llm.tokenizer.apply_chat_template([{"role": "user", "content": task.prompt}], thinking=task.think)
+        found.append(llm.tokenizer.encode(asked + task.completion, add_special_tokens=False))
+    return [script for script in found if len(script) > 2 * STEPS]
+
+
+def base(folder: str, device: str, weights: str) -> dict[str, Any]:
+    return {"model": folder, "device": device, "skip_tokenizer": folder != "embedded", "weights": {"use": weights},
+            "context_length": 1024, "memory": {"kv_tokens": 8192}, "sampling": {"use": "teacher"},
+            "cache": {"use": "none"}, "scheduler": {"max_running_requests": 16, "chunk_size": 2048}}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Logits by position; ``decoded``: those of decode steps; ``plan``: what the plan chose."""
+
+    logits: dict[Key, Tensor]
+    decoded: frozenset[Key]
+    plan: str
+
+    def only_decoded(self) -> dict[Key, Tensor]:
+        return {key: self.logits[key] for key in self.decoded}
+
+
+def run(config: dict[str, Any]) -> Run:
+    with LLM(plugins=TEACHER, **config) as llm:
+        chosen = {choice.slot: choice.name for choice in llm.plan.choices}
+        score_prompts(llm._executor._engine.runner)  # type: ignore[attr-defined]
+        scripts = sequences(llm)
+        SCRIPTS[:] = scripts
+        params = [SamplingParams(temperature=0.0, max_tokens=STEPS + 1, ignore_eos=True, prompt_logprobs=0, seed=number)
+                  for number in range(len(scripts))]
+        try:
+            done = llm.generate([script[: -STEPS - 1] for script in scripts], params)
+        finally:
+            SCRIPTS.clear()
+            found, decoded = dict(SEEN), _decoded(scripts)
+            SEEN.clear()
+    for completion, script in zip(done, scripts, strict=True):
+        assert completion.token_ids == script[-STEPS - 1 :], f"a request ended early: {completion.error}"
+    del llm
+    gc.collect()
+    if config["device"] != "cpu":
+        torch.cuda.empty_cache()
+    return Run(found, decoded, " ".join(chosen[slot] for slot in ("attention", "quantization", "ops", "graphs")))
+
+
+def _decoded(scripts: list[list[int]]) -> frozenset[Key]:
+    return frozenset((number, len(script) - back) for number, script in enumerate(scripts)
+                     for back in range(1, STEPS + 1))
+
+
+def compare(name: str, folder: str, options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(way, its line of the table), one after another."""
+    weights = "safetensors" if name == "embedded" or list(Path(folder).glob("*.safetensors")) else "random"
+    common = base(folder, options.device, weights)
+    fp8 = load_plugins(TEACHER).read_model(folder).facts.quant_method == "fp8"
+    started = time.monotonic()
+    want = run(common | reference(fp8))
+    spread = float(torch.stack([line.std() for line in want.logits.values()]).median())
+    yield "reference", {"deviation_of_logits": spread, "seconds": round(time.monotonic() - started, 1)}
+    for way, changes in ways(fp8, options.device):
+        if not re.search(options.only, way):
+            continue
+        started = time.monotonic()
+        try:
+            got = run(common | changes)
+            line = asdict(distance(want.logits, got.logits)) | {
+                "decode": asdict(distance(want.only_decoded(), got.only_decoded())), "plan": got.plan}
+        except PlanRefused as refused:
+            line = {"refused": refused.refusals[0].reason}
+        except Exception as error:
+            line = {"failed": f"{type(error).__name__}: {error}"[:300]}
+        yield way, line | {"seconds": round(time.monotonic() - started, 1)}
+
+
+def shown(way: str, line: dict[str, Any]) -> str:
+    if "cosine_min" not in line:
+        return f"{way:28} {json.dumps(line)}"
+    return (f"{way:28} {_columns(line)}; decode {_columns(line['decode'])}; {line['seconds']} s ({line['plan']})")
+
+
+def _columns(line: dict[str, Any]) -> str:
+    return (f"cos {line['cosine_min']:.6f} min {line['cosine_median']:.6f} median, max {line['max_error']:.3f} "
+            f"KL {line['kl']:.1e} top-1 {line['top1']:.3f} shift {line['shift']:.4f}")
+
+
+def bad(way: str, line: dict[str, Any]) -> bool:
+    if "FP8 cache" in way or way.startswith("format") or "refused" in line:
+        return False
+    return "failed" in line or line.get("cosine_median", 1.0) < COSINE
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", default=["v2lite", "v3"])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--only", default="", help="ways whose names match this")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    from glowplug.entrypoints.bench.conditions import conditions
+
+    plugins, found = load_plugins(), {}
+    for name in options.model:
+        print(f"-- {name}", flush=True)
+        found[name] = {}
+        with tempfile.TemporaryDirectory() as folder:
+            if name != "embedded":
+                write_cut(model_config(name, plugins), Path(folder))
+            for way, line in compare(name, name if name == "embedded" else folder, options):
+                found[name][way] = line
+                print(shown(way, line), flush=True)
+                if options.output:
+                    said = conditions(options.device) | {"command": "python -m tests.gpu_logits "
+                                                         + " ".join(sys.argv[1:])}
+                    options.output.write_text(json.dumps(said | {"models": found}, indent=1) + "\n")
+    return int(any(bad(way, line) for lines in found.values() for way, line in lines.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""The tests of all Triton kernels under NVIDIA's compute-sanitizer: reads and writes out of bounds, and of what nobody
+wrote.
+
+``make gpu-sanitize``, or ``python -m tests.gpu_sanitize --output docs/benchmarks/sanitizer-h200.json``. Of each test a
+few of its parameters run; files run side by side, each in a process under the sanitizer, with an allocation for every
+tensor, so that a tensor's end is an end for the sanitizer, too (which leaves out tests that capture graphs). Kernels
+that were not launched are listed.
+"""
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+KERNELS = ROOT / "kernels" / "triton"
+TESTS = sorted((ROOT / "tests" / "kernels").glob("test_*triton*.py")) + sorted(
+    (ROOT / "tests" / "kernels").glob("test_gpu_*.py"))
+TOOLS = ("memcheck", "initcheck")
+PLACES = ("/usr/local/cuda/bin", "/opt/nvidia/nsight-compute")
+FOUND = 97  #: exit status of the sanitizer when it found something
+EACH = 2  #: parameters of each test
+LAUNCHED = "launched kernels: "
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``errors``: of the sanitizer's summary, None when there is none; ``failed``: tests that failed or broke off."""
+
+    file: str
+    tool: str
+    errors: int | None
+    passed: int
+    failed: int
+    seconds: float
+    kernels: tuple[str, ...]
+    log: str
+
+    @property
+    def clean(self) -> bool:
+        return self.errors == 0 and not self.failed and bool(self.passed)
+
+
+# ---- inside the sanitizer -------------------------------------------------------------------------------------------
+
+
+class Few:
+    """A pytest plugin: a few parameters of each test function, and no more once the time is over."""
+
+    def __init__(self, seconds: float) -> None:
+        self._until = time.monotonic() + seconds
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        by_function: dict[str, list[pytest.Item]] = {}
+        for item in items:
+            by_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        chosen = {item for group in by_function.values()
+                  for item in random.Random(3).sample(group, min(EACH, len(group)))}
+        items[:] = [item for item in items if item in chosen]
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if time.monotonic() > self._until:
+            pytest.skip("no time left")
+
+
+def run_tests(file: str, seconds: float) -> int:
+    """In a process of its own: the tests of one file; prints the names of the kernels they launch."""
+    from triton.runtime.jit import JITFunction
+
+    names: set[str] = set()
+    launch = JITFunction.run
+
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        names.add(self.fn.__module__.rpartition(".")[2] + "." + self.fn.__name__)
+        return launch(self, *args, **kwargs)
+
+    JITFunction.run = noting
+    status = pytest.main([file, "-q", "-m", "not slow", "-k", "not graph and not replay", "-p", "no:cacheprovider",
+                          "--tb=short", "--timeout=0"], plugins=[Few(seconds)])
+    print(LAUNCHED + " ".join(sorted(names)), flush=True)
+    return int(status)
+
+
+# ---- around it ------------------------------------------------------------------------------------------------------
+
+
+def sanitizer() -> str:
+    found = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=os.pathsep.join(PLACES))
+    if found is None:
+        sys.exit("compute-sanitizer is not here: it comes with the CUDA toolkit")
+    return found
+
+
+def sanitized(file: Path, tool: str, seconds: float) -> Outcome:
+    """One file under one tool, stopped a while after its time."""
+    command = [sanitizer(), "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "5", sys.executable, "-m",
+               "tests.gpu_sanitize", "--inside", str(file), "--seconds", str(seconds)]
+    started = time.monotonic()
+    with_own = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_MODULE_LOADING": "LAZY"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=with_own, timeout=2 * seconds + 20)
+        log = done.stdout + done.stderr
+    except subprocess.TimeoutExpired as late:
+        log = (late.stdout or b"").decode(errors="replace") + "\n1 failed: it did not end in time"
+    return read(file.name, tool, log, time.monotonic() - started)
+
+
+def read(file: str, tool: str, log: str, seconds: float) -> Outcome:
+    """What the sanitizer and pytest printed."""
+    summary = re.findall(r"ERROR SUMMARY: (\d+) error", log)
+    counts = {word: sum(int(n) for n in re.findall(rf"(\d+) {word}", log)) for word in ("passed", "failed", "error")}
+    kernels = re.findall(rf"{LAUNCHED}(.*)", log)
+    return Outcome(file, tool, int(summary[-1]) if summary else None, counts["passed"], counts["failed"],
+                   round(seconds, 1), tuple(kernels[-1].split()) if kernels else (), log)
+
+
+def launchable() -> list[str]:
+    """``module.kernel`` of every Triton kernel that no other one calls."""
+    jitted, called = set(), set()
+    for path in KERNELS.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(one) for one in node.decorator_list):
+                jitted.add(f"{path.stem}.{node.name}")
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+                name = ast.unparse(node.func)
+                called.add(name if "." in name else f"{path.stem}.{name}")
+            elif isinstance(node, ast.ImportFrom):
+                called |= {f"{(node.module or '').rpartition('.')[2]}.{alias.name}" for alias in node.names}
+    return sorted(jitted - called)
+
+
+def complaints(log: str) -> list[str]:
+    """The first lines of what the sanitizer says."""
+    lines = [line.removeprefix("========= ").strip() for line in log.splitlines() if line.startswith("=========")]
+    return [line for line in lines if re.match(r"Invalid|Uninitialized|Program hit|Barrier|.* at .*\+0x", line)][:6]
+
+
+def report(outcomes: list[Outcome], seconds: float) -> dict[str, Any]:
+    launched = {name for outcome in outcomes for name in outcome.kernels}
+    wanted = set(launchable())
+    return {
+        "clean": all(outcome.clean for outcome in outcomes), "seconds": round(seconds),
+        "tools": {tool: {"tests": sum(o.passed for o in outcomes if o.tool == tool),
+                         "errors": sum(o.errors or 0 for o in outcomes if o.tool == tool),
+                         "files_not_clean": [o.file for o in outcomes if o.tool == tool and not o.clean]}
+                  for tool in TOOLS if any(o.tool == tool for o in outcomes)},
+        "kernels": sorted(wanted & launched), "kernels_not_launched": sorted(wanted - launched),
+        "files": [{"file": o.file, "tool": o.tool, "passed": o.passed, "failed": o.failed, "errors": o.errors,
+                   "seconds": o.seconds, "complaints": complaints(o.log)} for o in outcomes],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
+    parser.add_argument("--only", default="", help="files whose names match this")
+    parser.add_argument("--jobs", type=int, default=8, help="processes that share the GPU")
+    parser.add_argument("--seconds", type=float, default=40.0, help="of each file's tests; the rest is left out")
+    parser.add_argument("--inside", default="", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.inside:
+        return run_tests(options.inside, options.seconds)
+    from glowplug.entrypoints.bench.conditions import conditions
+
+    started = time.monotonic()
+    asked = [(file, tool) for tool in options.tools for file in dict.fromkeys(TESTS)
+             if re.search(options.only, file.name)]
+    outcomes = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for outcome in pool.map(lambda one: sanitized(*one, options.seconds), asked):
+            outcomes.append(outcome)
+            said = f"{outcome.passed} passed, {outcome.failed} failed, {outcome.errors} errors, {outcome.seconds} s"
+            print(f"{outcome.tool:10} {outcome.file:36} {said}", *complaints(outcome.log), sep="\n  ", flush=True)
+    found = report(outcomes, time.monotonic() - started)
+    said = conditions("cuda") | {"command": "python -m tests.gpu_sanitize " + " ".join(sys.argv[1:])}
+    if options.output:
+        options.output.write_text(json.dumps(said | found, indent=1) + "\n")
+    print(json.dumps({key: found[key] for key in ("clean", "seconds", "tools", "kernels_not_launched")}))
+    return 0 if found["clean"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

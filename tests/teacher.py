@@ -1,0 +1,51 @@
+"""A plugin for comparing logits: tokens that are given instead of drawn, and plain torch instead of own kernels.
+
+The sampler "teacher" hands out the same tokens whatever the logits are, and keeps the logits. The scheme "plain_torch"
+keeps dequantised weights and multiplies by torch on every device; ``activations = "dynamic"`` rounds them as FP8
+products do. The attention backend "rounded_mla" rounds what it caches to another format.
+"""
+from __future__ import annotations
+
+from typing import Literal
+
+from glowplug.core.component import Component
+from glowplug.core.hookspecs import hookimpl
+from glowplug.core.offers import EVERY_MODE_EAGER, AttentionOffers, QuantizationOffers, SamplerOffers
+from glowplug.plugins.attention.torch_mla import TorchMlaOptions
+from glowplug.plugins.quantization.block_fp8 import BlockFp8Options
+from glowplug.plugins.sampling.torch_sampler import FEATURES, TorchSamplerOptions
+
+
+class TeacherOptions(TorchSamplerOptions):
+    use: Literal["teacher"] = "teacher"  # type: ignore[assignment]
+
+
+class PlainTorchOptions(BlockFp8Options):
+    use: Literal["plain_torch"] = "plain_torch"  # type: ignore[assignment]
+    activations: Literal["auto", "dynamic", "none"] = "none"
+
+
+class RoundedMlaOptions(TorchMlaOptions):
+    use: Literal["rounded_mla"] = "rounded_mla"  # type: ignore[assignment]
+    to: Literal["float8_e4m3fn", "float8_e5m2", "bfloat16"] = "float8_e4m3fn"
+
+
+@hookimpl
+def register_samplers() -> list[Component]:
+    return [Component("teacher", TeacherOptions, "tests.teacher_runtime:Teacher",
+                      offers=SamplerOffers(features=FEATURES), summary="given tokens, kept logits")]
+
+
+@hookimpl
+def register_quantization_schemes() -> list[Component]:
+    offers = QuantizationOffers(reads=frozenset({"none", "fp8"}), block_shape=(128, 128),
+                                dequantizes=frozenset({"cpu", "cuda"}))
+    return [Component("plain_torch", PlainTorchOptions, "tests.teacher_runtime:plain_torch", offers=offers,
+                      summary="dequantised weights, products by torch")]
+
+
+@hookimpl
+def register_attention_backends() -> list[Component]:
+    offers = AttentionOffers(kinds=frozenset({"mla"}), modes=dict(EVERY_MODE_EAGER), first_key=True)
+    return [Component("rounded_mla", RoundedMlaOptions, "tests.teacher_runtime:RoundedMla", offers=offers,
+                      summary="torch_mla whose cache holds rounded numbers")]

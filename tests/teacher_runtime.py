@@ -1,0 +1,100 @@
+"""Runtime of the plugin for comparing logits."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import Limits, MlaLayer, QuantizationScheme, Sampled, Worker
+from glowplug.core.request import SamplingParams
+from glowplug.core.runner import Runner
+from glowplug.plugins.attention.torch_mla_runtime import TorchMla
+from glowplug.plugins.quantization.block_fp8_runtime import BlockFp8
+from glowplug.plugins.quantization.none_runtime import NoQuantization
+from glowplug.plugins.sampling.torch_sampler_runtime import TorchSampler
+from tests.teacher import PlainTorchOptions, RoundedMlaOptions, TeacherOptions
+
+#: logits by (number of the sequence, position of the token they foretell), on the device, in the order of computation
+SEEN: dict[tuple[int, int], Tensor] = {}
+#: the sequences, whole: a request's seed is the number of its own. Without any, nothing is given or kept
+SCRIPTS: list[list[int]] = []
+
+
+class Teacher(TorchSampler):
+    """Logits are copied behind every step, captured or not."""
+
+    def __init__(self, options: TeacherOptions, plan: EnginePlan, worker: Worker) -> None:
+        super().__init__(options, plan, worker)
+        self._numbers: dict[int, int] = {}
+
+    def reserve(self, limits: Limits) -> None:
+        super().reserve(limits)
+        self._scripts = torch.zeros(limits.rows, limits.context + 1, dtype=torch.int64, device=self._device)
+
+    def join(self, row: int, params: SamplingParams, tokens: NDArray[np.int32], prompt_len: int,
+             stop_ids: frozenset[int]) -> None:
+        super().join(row, params, tokens, prompt_len, stop_ids)
+        if SCRIPTS:
+            assert params.seed is not None
+            self._numbers[row] = params.seed
+            script = torch.tensor(SCRIPTS[params.seed])
+            self._scripts[row, : len(script)] = script.to(self._device)
+
+    def capture_key(self) -> None:
+        return None
+
+    def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Tensor | None = None) -> Sampled:
+        if not SCRIPTS:
+            return super().sample(logits, rows, positions, ahead)
+        for line, row, position in zip(logits, rows.tolist(), positions.tolist()):
+            if row in self._numbers:  # not a row that only fills a captured step up
+                SEEN[self._numbers[row], position] = line.float().clone()
+        return replace(super().sample(logits, rows, positions, ahead), tokens=self._scripts[rows, positions])
+
+
+def score_prompts(runner: Runner) -> None:
+    """From now on logits of scored prompts are kept as well."""
+    def score(hidden: Tensor, targets: NDArray[np.int32], row: int, start: int, k: int):  # type: ignore[no-untyped-def]
+        sequence = runner.table.sequences[row]
+        assert sequence is not None
+        number = sequence.params.seed
+        assert number is not None
+        for offset, line in enumerate(runner.model.logits(hidden)):
+            SEEN[number, start + offset] = line.float().clone()
+        return plain(hidden, targets, row, start, k)
+
+    plain, runner._score = runner._score, score  # type: ignore[method-assign]
+
+
+class _Torch(NoQuantization):
+    """Dense weights without kernels of our own."""
+
+    def __init__(self, options: PlainTorchOptions, plan: EnginePlan, worker: Worker) -> None:
+        super().__init__(options, plan, worker)  # type: ignore[arg-type]
+        self._on_cuda = self.fuses_shared = False
+
+
+def plain_torch(options: PlainTorchOptions, plan: EnginePlan, worker: Worker) -> QuantizationScheme:
+    made = BlockFp8 if plan.facts.model.quant_method == "fp8" else _Torch
+    return made(options, plan, worker)
+
+
+class RoundedMla(TorchMla):
+    """What later tokens read was in the other format; a prompt's own tokens read each other as they are, as backends
+    for GPUs do."""
+
+    def __init__(self, options: RoundedMlaOptions, plan: EnginePlan, worker: Worker) -> None:
+        super().__init__(options, plan, worker)
+        self._to: torch.dtype = getattr(torch, options.to)
+        self._row_keys = 0  # every row goes by the groups, which store first
+
+    def mla(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, layer: MlaLayer) -> Tensor:
+        out = super().mla(q_nope, q_rope, latent, k_rope, layer)
+        assert self._slots is not None
+        for pool, fresh in ((self._kv[layer.index]["latent"], latent), (self._kv[layer.index]["rope"], k_rope)):
+            pool[self._slots] = fresh.to(self._to).to(pool.dtype)
+        return out
