@@ -188,6 +188,7 @@ class ExpertsShape:
     ``first``..``first + count`` are the experts held here; ``inter_start``/``inter`` the slice of their width.
     ``shared``: so many further experts of the same width follow them, which together are the shared expert
     ``shared_prefix`` (the slices of its width, in order).
+    ``parts``: results may be ``Parts``.
     """
 
     prefix: str
@@ -200,6 +201,7 @@ class ExpertsShape:
     total: int
     shared: int = 0
     shared_prefix: str = ""
+    parts: bool = False
 
 
 class WeightTarget(Protocol):
@@ -234,6 +236,16 @@ class Quantized(NamedTuple):
     scales: Tensor | None = None
 
 
+class Parts(NamedTuple):
+    """[T, hidden] that is still to be added up: rows [T * K, hidden], weighted already, and their experts' ids [T, K].
+
+    The rows of negative ids do not count, and hold anything.
+    """
+
+    rows: Tensor
+    ids: Tensor
+
+
 class LinearMethod(Protocol):
     """How one linear layer keeps its weight and multiplies. Holds its own tensors."""
 
@@ -265,10 +277,10 @@ class ExpertsMethod(Protocol):
 
     def finalize(self) -> None: ...
 
-    def apply(self, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor:
+    def apply(self, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor | Parts:
         """x [T, hidden], ids [T, K] (of experts held, -1: not here), weights float32 [T, K] -> [T, hidden].
 
-        ids are int64, or int32 where ``Ops.route`` chose them.
+        ids are int64, or int32 where ``Ops.route`` chose them. ``Parts`` only where ``ExpertsShape.parts`` allows it.
         """
         ...
 
@@ -315,6 +327,7 @@ class Ops(Protocol):
     Attributes:
         rms_norm: (x [..., N], weight [N], eps) -> y.
         add_rms_norm: (x, residual, weight, eps) -> (normed, residual + x).
+        adds_parts: x of ``add_rms_norm``, and of its fused variants, may be ``Parts``.
         silu_and_mul: x [..., 2I] -> silu(first half) * second half.
         rope_table: (dim, context, theta, scaling, max_positions) -> float32 [context or more, dim], cosines then sines.
         rope_at: (table, positions int64 [T], interleaved) -> whatever ``rope`` needs; once a step, opaque to layers.
@@ -328,7 +341,8 @@ class Ops(Protocol):
     """
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    add_rms_norm: Callable[[Any, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    adds_parts: bool
     silu_and_mul: Callable[[Tensor], Tensor]
     rope_table: Callable[[int, int, float, Mapping[str, Any] | None, int], Tensor]
     rope_at: Callable[[Tensor, Tensor, bool], object]

@@ -27,6 +27,7 @@ from glowplug.core.layer_protocols import (
     MhaLayer as MhaLayer,
     MlaLayer as MlaLayer,
     Ops as Ops,
+    Parts as Parts,
     ProjectedMla as ProjectedMla,
     QuantizationScheme as QuantizationScheme,
     Quantized as Quantized,

@@ -4,6 +4,13 @@ from __future__ import annotations
 from torch import Tensor
 
 
+def add_pairs(rows: Tensor, ids: Tensor) -> Tensor:
+    """rows [T * K, N], ids [T, K] -> [T, N]: each token's rows in float32, but those of negative ids."""
+    tokens, width = ids.shape
+    counting = rows.float().view(tokens, width, rows.shape[1]).masked_fill((ids < 0).unsqueeze(-1), 0.0)
+    return counting.sum(1).to(rows.dtype)
+
+
 def add_up(parts: Tensor) -> Tensor:
     """[N, ...] -> [...], in order; floats in float32."""
     total = parts[0].float() if parts.is_floating_point() else parts[0].clone()

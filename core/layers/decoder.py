@@ -14,6 +14,7 @@ from glowplug.core.layers.module import Module
 from glowplug.core.layers.moe import Moe
 from glowplug.core.layers.norm import RmsNorm
 from glowplug.core.layers.rope import Rope
+from glowplug.core.protocols import Parts
 
 
 class DecoderLayer(Module):
@@ -28,13 +29,15 @@ class DecoderLayer(Module):
                                  *([feed_forward] if local else []))
         self._parallel = None if local else context.parallel
 
-    def forward(self, x: Tensor, residual: Tensor | None, at: object, batch: Batch) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor | Parts, residual: Tensor | None, at: object,
+                batch: Batch) -> tuple[Tensor | Parts, Tensor]:
         """x [T, hidden] and the sum it has yet to be added to (None: x itself) -> the same for the next layer."""
         normed, residual = self.input_norm.add(x, residual)
         normed, residual = self.post_norm.add(self.attention.forward(normed, at), residual)
         if self._parallel is None:
             return self.feed_forward.forward(normed, batch), residual
         y = self.feed_forward.forward(self._parallel.leave_attention(normed, batch), batch)
+        assert isinstance(y, Tensor), "ranks exchange sums"
         return self._parallel.enter_attention(y, batch), residual
 
 
@@ -59,7 +62,8 @@ class DecoderModel(Module):
     def forward(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """int64 [T], int64 [T] -> normed hidden states [T, hidden]."""
         at = self.rope.at(positions)
-        x, residual = self.embed.forward(input_ids), None
+        x: Tensor | Parts = self.embed.forward(input_ids)
+        residual = None
         for layer in self.layers:
             x, residual = layer.forward(x, residual, at, batch)
         return self.norm.add(x, residual)[0]  # type: ignore[no-any-return]

@@ -13,7 +13,7 @@ from glowplug.core.build import BuildContext
 from glowplug.core.layers.linear import FORMAT_PLAIN, Both, agreed_format, both_formats, caster
 from glowplug.core.layers.mlp import Mlp
 from glowplug.core.layers.module import Module, Target
-from glowplug.core.protocols import ExpertExchange, ExpertsMethod, ExpertsShape, Quantized, WeightTarget
+from glowplug.core.protocols import ExpertExchange, ExpertsMethod, ExpertsShape, Parts, Quantized, WeightTarget
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,11 @@ class Gate(Module):
 class Experts(Module):
     """The routed experts of this rank. ``partial``: axes over which the results are still to be summed.
 
-    ``shared``: experts behind them that hold the shared expert ``shared_name``.
+    ``shared``: experts behind them that hold the shared expert ``shared_name``. ``parts``: results may be ``Parts``.
     """
 
-    def __init__(self, context: BuildContext, name: str, sizes: MoeSizes, shared: int = 0,
-                 shared_name: str = "") -> None:
+    def __init__(self, context: BuildContext, name: str, sizes: MoeSizes, shared: int = 0, shared_name: str = "",
+                 parts: bool = False) -> None:
         held = context.parallel.shard("experts", name, sizes.experts)
         scheme = context.scheme_for(f"{name}.{held.start}.gate_proj")
         width = context.parallel.shard("expert_width", name, sizes.width, scheme.block)
@@ -82,7 +82,7 @@ class Experts(Module):
         self.method: ExpertsMethod = scheme.experts(ExpertsShape(
             prefix=name, count=held.size, first=held.start, hidden=sizes.hidden, inter=width.size,
             inter_start=width.start, inter_full=width.full, total=sizes.experts, shared=shared,
-            shared_prefix=shared_name))
+            shared_prefix=shared_name, parts=parts))
         self.input_format = self.method.input_format
         self.partial = tuple(dict.fromkeys(shard.axis for shard in (held, width) if shard.reduce))
         self.forward = self.method.apply
@@ -100,7 +100,8 @@ class Experts(Module):
 
 
 class Moe(Module):
-    """x [T, hidden], plain or ``Both`` -> routed experts + shared expert, [T, hidden]. It never waits for the device.
+    """x [T, hidden], plain or ``Both`` -> routed experts + shared expert, [T, hidden], or ``Parts`` of it that the next
+    layer's norm adds up. It never waits for the device.
 
     ``exchanges``: x are this rank's own attention tokens, and the result is complete. Otherwise x are the tokens that
     every rank works on.
@@ -110,7 +111,9 @@ class Moe(Module):
         self.gate = Gate(context, f"{name}.gate", sizes)
         riding = self._riding(context, name, sizes)
         self.gate.appended = riding
-        self.experts = Experts(context, f"{name}.experts", sizes, riding, f"{name}.shared_experts" if riding else "")
+        parts = context.ops.adds_parts and context.worker.ranks == 1 and (not sizes.shared or riding > 0)
+        self.experts = Experts(context, f"{name}.experts", sizes, riding, f"{name}.shared_experts" if riding else "",
+                               parts)
         self.shared = Mlp(context, f"{name}.shared_experts", sizes.hidden, sizes.shared,
                           reduce=False) if sizes.shared and not riding else None
         readers = [self.experts] if self.shared is None else [self.experts, self.shared]
@@ -131,7 +134,7 @@ class Moe(Module):
                     and scheme is context.scheme_for(f"{name}.shared_experts.gate_proj"))
         return sizes.shared // sizes.width if together and sizes.shared % sizes.width == 0 else 0
 
-    def forward(self, x: Tensor | Both, batch: Batch | None = None) -> Tensor:
+    def forward(self, x: Tensor | Both, batch: Batch | None = None) -> Tensor | Parts:
         if isinstance(x, Both):
             weights, ids = self.gate.forward(x.plain)
             return self._mixed(x.cast, ids, weights)
@@ -140,9 +143,11 @@ class Moe(Module):
             return self._exchanged(self._exchange, x, ids, weights, batch)
         return self._mixed(x if self._cast is None else self._cast(x), ids, weights)
 
-    def _mixed(self, cast: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor:
+    def _mixed(self, cast: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor | Parts:
         local = ids if self.experts.count == self.gate.sizes.experts else self._local(ids)
         y = self.experts.forward(cast, local, weights)
+        if isinstance(y, Parts):
+            return y
         if self.shared is None:
             return self._sum(y, self.experts.partial)
         shared = self.shared.forward(cast)
@@ -155,6 +160,7 @@ class Moe(Module):
         assert batch is not None, "exchanges need the step's shape"
         sent, ids, weights = exchange.dispatch(x, ids, weights, batch)
         y = self.experts.forward(sent if self._cast is None else self._cast(sent), ids, weights)
+        assert isinstance(y, Tensor), "ranks exchange sums"
         if self.shared is None:
             return exchange.combine(y)
         shared = self.shared.forward(x if self._cast is None else self._cast(x))

@@ -10,7 +10,7 @@ from torch import Tensor
 from glowplug.core.build import BuildContext
 from glowplug.core.layers.linear import producer
 from glowplug.core.layers.module import Module, Target
-from glowplug.core.protocols import WeightTarget
+from glowplug.core.protocols import Parts, WeightTarget
 
 
 class RmsNorm(Module):
@@ -29,8 +29,9 @@ class RmsNorm(Module):
         """x [T, size] -> normed, in the consumers' format."""
         return self._norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Any, Tensor]:
+    def add(self, x: Tensor | Parts, residual: Tensor | None) -> tuple[Any, Tensor]:
         """(normed(residual + x), residual + x); without a residual x is the residual."""
         if residual is None:
+            assert isinstance(x, Tensor), "what experts compute has a residual to be added to"
             return self._norm(x, self.weight, self.eps), x
         return self._add_norm(x, residual, self.weight, self.eps)  # type: ignore[no-any-return]

@@ -1,4 +1,5 @@
-"""Activations to E4M3 with one float32 scale a token and 128 channels, alone and at the end of what produces them.
+"""Activations to E4M3 with one float32 scale a token and 128 channels, alone and behind the gated activation (``norm``
+does it behind a norm).
 
 Every function returns (values E4M3 [T, N], scales float32 [T, ceil(N / 128)]). Scales lie channel group after channel
 group with tokens side by side, a group's tokens filled up to a multiple of four: the layout that TMA loads want. The
@@ -25,7 +26,8 @@ def quantize_rows(x):
 
 
 @triton.jit
-def _store(x, values, scales, row, group, column, size, scale_stride):
+def store_quantized(x, values, scales, row, group, column, size, scale_stride):
+    """Groups x float32 [G, 128] of a token, at ``column`` [G, 128] of its row."""
     stored, scale = quantize_rows(x)
     tl.store(values + row * size + column, stored, mask=column < size)
     tl.store(scales + group * scale_stride + row, scale, mask=group * 128 < size)
@@ -39,7 +41,7 @@ def _quantize(x, values, scales, x_stride, size, scale_stride, GROUPS: tl.conste
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
     value = tl.load(x + row * x_stride + column, mask=column < size, other=0.0).to(tl.float32)
-    _store(value, values, scales, row, group, column, size, scale_stride)
+    store_quantized(value, values, scales, row, group, column, size, scale_stride)
 
 
 @triton.jit(do_not_specialize=["scale_stride"])
@@ -52,47 +54,7 @@ def _silu_and_mul(x, values, scales, x_stride, size, scale_stride, GROUPS: tl.co
     dependent.wait(DEPENDENT)
     gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_stride + size + column, mask=inside, other=0.0).to(tl.float32)
-    _store(gate / (1.0 + tl.exp(-gate)) * up, values, scales, row, group, column, size, scale_stride)
-
-
-@triton.jit(do_not_specialize=["scale_stride"])
-def _rms_norm(x, weight, plain, values, scales, x_stride, size, scale_stride, eps,
-              GROUPS: tl.constexpr, BOTH: tl.constexpr, DEPENDENT: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.arange(0, GROUPS)
-    column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    inside = column < size
-    dependent.begin(DEPENDENT)
-    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    dependent.wait(DEPENDENT)
-    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    root = tl.rsqrt(tl.sum(tl.sum(value * value, 1), 0) / size + eps)
-    normed = value * root * gain
-    if BOTH:
-        tl.store(plain + row * size + column, normed.to(plain.dtype.element_ty), mask=inside)
-    _store(normed, values, scales, row, group, column, size, scale_stride)
-
-
-@triton.jit(do_not_specialize=["scale_stride"])
-def _add_rms_norm(x, residual, weight, total, plain, values, scales, x_stride, residual_stride, size, scale_stride, eps,
-                  GROUPS: tl.constexpr, BOTH: tl.constexpr, DEPENDENT: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.arange(0, GROUPS)
-    column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
-    inside = column < size
-    dependent.begin(DEPENDENT)
-    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    dependent.wait(DEPENDENT)
-    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    value += tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
-    rounded = value.to(total.dtype.element_ty)
-    tl.store(total + row * size + column, rounded, mask=inside)
-    value = rounded.to(tl.float32)  # what the next layer will read, not what the sum was before rounding
-    root = tl.rsqrt(tl.sum(tl.sum(value * value, 1), 0) / size + eps)
-    normed = value * root * gain
-    if BOTH:
-        tl.store(plain + row * size + column, normed.to(plain.dtype.element_ty), mask=inside)
-    _store(normed, values, scales, row, group, column, size, scale_stride)
+    store_quantized(gate / (1.0 + tl.exp(-gate)) * up, values, scales, row, group, column, size, scale_stride)
 
 
 def empty_quantized(rows: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -107,10 +69,6 @@ def empty_quantized(rows: int, size: int, device: torch.device) -> tuple[Tensor,
 
 def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _warps(groups: int) -> int:
-    return 2 if groups <= 4 else 4 if groups <= 16 else 8 if groups <= 32 else 16
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,31 +93,3 @@ def silu_and_mul(x: Tensor) -> tuple[Tensor, Tensor]:
         _silu_and_mul[(rows, chunks)](x, values, scales, x.stride(0), size, scales.stride(1), GROUPS=CHUNK,
                                       num_warps=4, **dependent.options())
     return values, scales
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float, plain: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """x [T, N] -> x / sqrt(mean(x^2) + eps) * weight, quantised from float32; as it is into ``plain`` [T, N], too."""
-    x = _rows(x)
-    rows, size = x.shape
-    values, scales = empty_quantized(rows, size, x.device)
-    if rows:
-        groups = triton.next_power_of_2(scales.shape[1])
-        _rms_norm[(rows,)](x, weight, x if plain is None else plain, values, scales, x.stride(0), size,
-                           scales.stride(1), eps, GROUPS=groups, BOTH=plain is not None, num_warps=_warps(groups),
-                           **dependent.options())
-    return values, scales
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plain: Tensor | None = None,
-                 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """x and residual [T, N] -> (:func:`rms_norm` of their sum as rounded to x's dtype, the sum). Neither is written."""
-    x, residual = _rows(x), _rows(residual)
-    rows, size = x.shape
-    values, scales = empty_quantized(rows, size, x.device)
-    total = torch.empty(rows, size, dtype=x.dtype, device=x.device)
-    if rows:
-        groups = triton.next_power_of_2(scales.shape[1])
-        _add_rms_norm[(rows,)](x, residual, weight, total, total if plain is None else plain, values, scales,
-                               x.stride(0), residual.stride(0), size, scales.stride(1), eps, GROUPS=groups,
-                               BOTH=plain is not None, num_warps=_warps(groups), **dependent.options())
-    return (values, scales), total

@@ -71,12 +71,15 @@ def chosen(problem: Problem, tokens: int) -> Mapping[str, Config]:
     return tuned.nearest(fitting, tokens) if fitting else rule(problem, tokens)
 
 
-def experts(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor,
-            config: Mapping[str, Config] | None = None) -> Tensor:
+def products(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor,
+             config: Mapping[str, Config] | None = None) -> tuple[Tensor, bool]:
     """x [T, H], w13 [E, 2I, H] gates before ups, w2 [E, H, I], ids [T, K] (-1: elsewhere), weights float32 [T, K] ->
-    [T, H]. A token names an expert at most once. No step depends on a value on the host."""
+    weighted rows [T * K, H] for ``moe_sum`` and False, or their sums [T, H] and True.
+
+    A token names an expert at most once. No step depends on a value on the host.
+    """
     if not len(x):
-        return torch.empty_like(x)
+        return torch.empty_like(x), True
     if config is None:
         config = chosen(Problem(w13.shape[0], ids.shape[1], w13.shape[2], w2.shape[2], str(x.dtype).split(".")[1]),
                         len(x))
@@ -85,5 +88,12 @@ def experts(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor,
     hidden = (moe_gemv.up(x, w13, ids, up) if up["way"] == "gemv" else
               moe_gemm.up(x, w13, ids, aligned, up))
     if down["way"] == "gemv":
-        return moe_gemv.down(hidden, w2, ids, weights, down)
-    return moe_sum(moe_gemm.down(hidden, w2, ids, weights, aligned, down), ids)
+        return moe_gemv.down(hidden, w2, ids, weights, down), True
+    return moe_gemm.down(hidden, w2, ids, weights, aligned, down), False
+
+
+def experts(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor,
+            config: Mapping[str, Config] | None = None) -> Tensor:
+    """:func:`products` added up: [T, H]."""
+    rows, summed = products(x, w13, w2, ids, weights, config)
+    return rows if summed else moe_sum(rows, ids)

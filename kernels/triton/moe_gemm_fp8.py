@@ -254,9 +254,9 @@ def gated_product(x: Tensor, x_scales: Tensor, w13: Tensor, scales13: Tensor, ti
     return values, scales
 
 
-def experts(x: Tensor, x_scales: Tensor, w13: Tensor, scales13: Tensor, w2: Tensor, scales2: Tensor, ids: Tensor,
-            weights: Tensor, dtype: torch.dtype, config: Config) -> Tensor:
-    """x [T, H] quantised, ids and weights float32 [T, K] -> [T, H]."""
+def products(x: Tensor, x_scales: Tensor, w13: Tensor, scales13: Tensor, w2: Tensor, scales2: Tensor, ids: Tensor,
+             weights: Tensor, dtype: torch.dtype, config: Config) -> Tensor:
+    """x [T, H] quantised, ids and weights float32 [T, K] -> weighted rows [T * K, H] for ``moe_sum``."""
     per_token, pairs, tile = ids.shape[1], ids.numel(), config["BLOCK_M"]
     tiles = tiles_of(ids, w13.shape[0], config)
     if config["FUSE"]:
@@ -264,6 +264,11 @@ def experts(x: Tensor, x_scales: Tensor, w13: Tensor, scales13: Tensor, w2: Tens
     else:
         hidden = product(x, x_scales, w13, scales13, tiles, tile, pairs, per_token, dtype, config["first"])
         inner, inner_scales = fp8_quant.silu_and_mul(hidden)
-    y = product(inner, inner_scales, w2, scales2, tiles, tile, pairs, 1, dtype, config["second"], weights,
-                fetch=fetch_of(tile))
-    return moe_sum(y, ids)
+    return product(inner, inner_scales, w2, scales2, tiles, tile, pairs, 1, dtype, config["second"], weights,
+                   fetch=fetch_of(tile))
+
+
+def experts(x: Tensor, x_scales: Tensor, w13: Tensor, scales13: Tensor, w2: Tensor, scales2: Tensor, ids: Tensor,
+            weights: Tensor, dtype: torch.dtype, config: Config) -> Tensor:
+    """:func:`products` added up: [T, H]."""
+    return moe_sum(products(x, x_scales, w13, scales13, w2, scales2, ids, weights, dtype, config), ids)

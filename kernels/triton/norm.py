@@ -1,4 +1,5 @@
-"""Root-mean-square normalisation, alone and with the residual add before it: one program a token."""
+"""Root-mean-square normalisation in one kernel, a program a token: of a row, of a row added to the residual, or of rows
+of experts added up and then to the residual; stored as it is, quantised to E4M3 as in ``fp8_quant``, or both."""
 from __future__ import annotations
 
 import torch
@@ -7,37 +8,49 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.triton import dependent
+from glowplug.kernels.triton.fp8_quant import GROUP, empty_quantized, store_quantized
 
 
 @triton.jit
-def _rms_norm(x, weight, out, x_stride, size, eps, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
-    dependent.begin(DEPENDENT)
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    inside = at < size
-    gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    dependent.wait(DEPENDENT)
-    value = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value * value) / size + eps)
-    tl.store(out + row * size + at, (value * scale * gain).to(out.dtype.element_ty), mask=inside)
+def add_parts(parts, ids, row, column, inside, size, PARTS: tl.constexpr):
+    """The sum in order of a token's ``PARTS`` rows of ``parts``; those of negative ids do not count and hold anything.
+
+    Rows are asked for before it is known which count: only where experts are elsewhere is one read in vain.
+    """
+    total = tl.zeros(column.shape, tl.float32)
+    for part in tl.static_range(PARTS):
+        pair = row * PARTS + part
+        value = tl.load(parts + pair * size + column, mask=inside, other=0.0).to(tl.float32)
+        total += tl.where(tl.load(ids + pair) >= 0, value, 0.0)
+    return total
 
 
-@triton.jit
-def _add_rms_norm(x, residual, weight, out, total, x_stride, residual_stride, size, eps, BLOCK: tl.constexpr,
-                  DEPENDENT: tl.constexpr):
-    dependent.begin(DEPENDENT)
+@triton.jit(do_not_specialize=["scale_stride"])
+def _norm(x, ids, residual, weight, total, plain, values, scales, x_stride, residual_stride, size, scale_stride, eps,
+          GROUPS: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr, PLAIN: tl.constexpr, QUANTIZED: tl.constexpr,
+          DEPENDENT: tl.constexpr):
+    """``PARTS``: rows of x that make up a token's, 0 for its own alone."""
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    inside = at < size
-    gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    group = tl.arange(0, GROUPS)
+    column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = column < size
+    dependent.begin(DEPENDENT)
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     dependent.wait(DEPENDENT)
-    value = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
-    value += tl.load(residual + row * residual_stride + at, mask=inside, other=0.0).to(tl.float32)
-    rounded = value.to(total.dtype.element_ty)
-    tl.store(total + row * size + at, rounded, mask=inside)
-    value = rounded.to(tl.float32)  # what the next layer will read, not what the sum was before rounding
-    scale = tl.rsqrt(tl.sum(value * value) / size + eps)
-    tl.store(out + row * size + at, (value * scale * gain).to(out.dtype.element_ty), mask=inside)
+    if PARTS > 0:
+        value = add_parts(x, ids, row, column, inside, size, PARTS)
+    else:
+        value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        value += tl.load(residual + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
+        rounded = value.to(total.dtype.element_ty)
+        tl.store(total + row * size + column, rounded, mask=inside)
+        value = rounded.to(tl.float32)  # what the next layer will read, not what the sum was before rounding
+    normed = value * tl.rsqrt(tl.sum(value * value) / size + eps) * gain
+    if PLAIN:
+        tl.store(plain + row * size + column, normed.to(plain.dtype.element_ty), mask=inside)
+    if QUANTIZED:
+        store_quantized(normed, values, scales, row, group, column, size, scale_stride)
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -51,26 +64,56 @@ def warps_for(block: int) -> int:
     return 4 if block <= 1024 else 8 if block <= 4096 else 16
 
 
+def _launch(x: Tensor, weight: Tensor, eps: float, *, ids: Tensor | None = None, residual: Tensor | None = None,
+            total: Tensor | None = None, plain: Tensor | None = None,
+            quantized: tuple[Tensor, Tensor] | None = None) -> None:
+    """Fill ``plain`` and ``quantized`` with the norm of x, or of x and the residual, whose sum goes into ``total``.
+
+    x and residual [rows, N]; with ids [rows, K] x is [rows * K, N].
+    """
+    x = rows_of(x)
+    rows, size = x.shape if ids is None else (len(ids), x.shape[1])
+    if not rows:
+        return
+    before = None if residual is None else rows_of(residual)
+    groups = triton.next_power_of_2(triton.cdiv(size, GROUP))
+    values, scales = (None, None) if quantized is None else quantized
+    _norm[(rows,)](x, ids, before, weight, total, plain, values, scales, x.stride(0),
+                   0 if before is None else before.stride(0), size, 0 if scales is None else scales.stride(1), eps,
+                   GROUPS=groups, PARTS=0 if ids is None else ids.shape[1], ADD=before is not None,
+                   PLAIN=plain is not None, QUANTIZED=quantized is not None, num_warps=warps_for(groups * GROUP),
+                   **dependent.options())
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., N], weight [N] -> x / sqrt(mean(x^2) + eps) * weight, rounded once to x's dtype."""
-    flat = rows_of(x)
-    rows, size = flat.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if rows:
-        block = triton.next_power_of_2(size)
-        _rms_norm[(rows,)](flat, weight, out, flat.stride(0), size, eps, BLOCK=block, num_warps=warps_for(block),
-                           **dependent.options())
+    _launch(x, weight, eps, plain=out)
     return out
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(residual + x), residual + x), the norm being of the rounded sum. Neither argument is written."""
-    flat, before = rows_of(x), rows_of(residual)
-    rows, size = flat.shape
-    out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-    if rows:
-        block = triton.next_power_of_2(size)
-        _add_rms_norm[(rows,)](flat, before, weight, out, total, flat.stride(0), before.stride(0), size, eps,
-                               BLOCK=block, num_warps=warps_for(block),
-                               **dependent.options())
+def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float, plain: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x [T, N] -> its norm quantised from float32: values and scales. As it is into ``plain`` [T, N], too."""
+    quantized = empty_quantized(*x.shape, x.device)
+    _launch(x, weight, eps, plain=plain, quantized=quantized)
+    return quantized
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, ids: Tensor | None = None,
+                 ) -> tuple[Tensor, Tensor]:
+    """(rms_norm(residual + x), residual + x), the norm being of the rounded sum. Neither argument is written.
+
+    With ids [T, K] x is [T * K, N], of which each token's rows with ids of 0 and above are added up first, in float32.
+    """
+    out, total = (torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) for _ in range(2))
+    _launch(x, weight, eps, ids=ids, residual=residual, total=total, plain=out)
     return out, total
+
+
+def add_rms_norm_fp8(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plain: Tensor | None = None,
+                     ids: Tensor | None = None) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """:func:`add_rms_norm` quantised from float32; as it is into ``plain`` [T, N], too."""
+    quantized = empty_quantized(*residual.shape, residual.device)
+    total = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
+    _launch(x, weight, eps, ids=ids, residual=residual, total=total, plain=plain, quantized=quantized)
+    return quantized, total

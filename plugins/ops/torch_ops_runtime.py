@@ -23,7 +23,8 @@ class TorchOps:
     def __init__(self, options: TorchOpsOptions, plan: EnginePlan, worker: Worker) -> None:
         self._device = worker.device
         self.rms_norm = norm.rms_norm
-        self.add_rms_norm = norm.add_rms_norm
+        self.add_rms_norm: Callable[..., tuple[Tensor, Tensor]] = norm.add_rms_norm
+        self.adds_parts = False
         self.silu_and_mul = activation.silu_and_mul
         self.topk_softmax = routing.topk_softmax
         self.topk_sigmoid = routing.topk_sigmoid

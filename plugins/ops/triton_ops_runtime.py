@@ -9,7 +9,7 @@ from torch import Tensor
 
 from glowplug.core.layers.linear import Both, both_formats
 from glowplug.core.plan import EnginePlan
-from glowplug.core.protocols import Quantized, RopeRows, Worker
+from glowplug.core.protocols import Parts, Quantized, RopeRows, Worker
 from glowplug.kernels.triton import activation, fp8_quant, norm, rope
 from glowplug.kernels.triton.route import route
 from glowplug.plugins.ops.torch_ops_runtime import TorchOps
@@ -26,7 +26,8 @@ class TritonOps(TorchOps):
     def __init__(self, options: TritonOpsOptions, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
         self.rms_norm = norm.rms_norm
-        self.add_rms_norm = norm.add_rms_norm
+        self.add_rms_norm = _add_rms_norm
+        self.adds_parts = True
         self.silu_and_mul = activation.silu_and_mul
         self.route = route
         self.fused: Mapping[tuple[str, str], Callable[..., Any]] = {
@@ -51,24 +52,31 @@ def _cast_fp8(x: Tensor) -> Quantized:
     return Quantized(*fp8_quant.quantize(x))
 
 
+def _add_rms_norm(x: Tensor | Parts, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    rows, ids = x if isinstance(x, Parts) else (x, None)
+    return norm.add_rms_norm(rows, residual, weight, eps, ids)
+
+
 def _rms_norm_fp8(x: Tensor, weight: Tensor, eps: float) -> Quantized:
-    return Quantized(*fp8_quant.rms_norm(x, weight, eps))
+    return Quantized(*norm.rms_norm_fp8(x, weight, eps))
 
 
-def _add_rms_norm_fp8(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Quantized, Tensor]:
-    normed, total = fp8_quant.add_rms_norm(x, residual, weight, eps)
+def _add_rms_norm_fp8(x: Tensor | Parts, residual: Tensor, weight: Tensor, eps: float,
+                      plain: Tensor | None = None) -> tuple[Quantized, Tensor]:
+    rows, ids = x if isinstance(x, Parts) else (x, None)
+    normed, total = norm.add_rms_norm_fp8(rows, residual, weight, eps, plain, ids)
     return Quantized(*normed), total
 
 
 def _rms_norm_both(x: Tensor, weight: Tensor, eps: float) -> Both:
     plain = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return Both(plain, Quantized(*fp8_quant.rms_norm(x, weight, eps, plain)))
+    return Both(plain, Quantized(*norm.rms_norm_fp8(x, weight, eps, plain)))
 
 
-def _add_rms_norm_both(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Both, Tensor]:
-    plain = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    normed, total = fp8_quant.add_rms_norm(x, residual, weight, eps, plain)
-    return Both(plain, Quantized(*normed)), total
+def _add_rms_norm_both(x: Tensor | Parts, residual: Tensor, weight: Tensor, eps: float) -> tuple[Both, Tensor]:
+    plain = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
+    normed, total = _add_rms_norm_fp8(x, residual, weight, eps, plain)
+    return Both(plain, normed), total
 
 
 def _silu_and_mul_fp8(x: Tensor) -> Quantized:

@@ -16,12 +16,14 @@ from glowplug.core.protocols import (
     ExpertsShape,
     LinearMethod,
     LinearShape,
+    Parts,
     Quantized,
     WeightTarget,
     Worker,
 )
 from glowplug.kernels import fp8
 from glowplug.kernels.triton import fp8_quant, moe_gemm_fp8
+from glowplug.kernels.triton.moe_sum import moe_sum
 from glowplug.plugins.quantization import fp8_grouped
 from glowplug.plugins.quantization.block_fp8_runtime import BlockFp8
 from glowplug.plugins.quantization.block_fp8_weights import (
@@ -165,7 +167,7 @@ class Fp8ExpertsCuda:
     def finalize(self) -> None:
         return
 
-    def apply(self, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor:
+    def apply(self, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor | Parts:
         values, scales = quantized(x)
         tokens, per_token = ids.shape
         if not tokens:
@@ -174,4 +176,5 @@ class Fp8ExpertsCuda:
         if self._grouped is not None and self._grouped.pays(tokens, per_token, self.count):
             return self._grouped.experts(values, scales, *held, ids, weights, self._dtype)
         config = moe_gemm_fp8.config_for(tokens, per_token, self.count, self.inter, self.shape.hidden)
-        return moe_gemm_fp8.experts(values, scales, *held, ids, weights, self._dtype, config)
+        rows = moe_gemm_fp8.products(values, scales, *held, ids, weights, self._dtype, config)
+        return Parts(rows, ids) if self.shape.parts else moe_sum(rows, ids)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from glowplug.core.layers.module import Target
-from glowplug.core.protocols import ExpertsShape, Quantized, WeightTarget
+from glowplug.core.protocols import ExpertsShape, Parts, Quantized, WeightTarget
 from glowplug.kernels.triton import moe_experts
+from glowplug.kernels.triton.moe_sum import moe_sum
 from glowplug.plugins.quantization.dense import PARTS13, expert_slices
 
 
@@ -52,6 +53,9 @@ class CudaExperts:
     def finalize(self) -> None:
         return
 
-    def apply(self, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor:
+    def apply(self, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor | Parts:
         values = x.values if isinstance(x, Quantized) else x
-        return moe_experts.experts(values.contiguous(), self.w13, self.w2, ids, weights)
+        rows, summed = moe_experts.products(values.contiguous(), self.w13, self.w2, ids, weights)
+        if summed:
+            return rows
+        return Parts(rows, ids) if self.shape.parts else moe_sum(rows, ids)

@@ -15,9 +15,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
-from glowplug.kernels import fp8, norm  # noqa: E402
+from glowplug.kernels import fp8  # noqa: E402
 from glowplug.kernels.activation import silu_and_mul  # noqa: E402
-from glowplug.kernels.triton import fp8_quant  # noqa: E402
+from glowplug.kernels.norm import rms_norm_reference  # noqa: E402
+from glowplug.kernels.triton import fp8_quant, norm  # noqa: E402
 
 SHAPES = [(1, 128), (3, 192), (5, 1536), (2, 7168), (6, 72)]
 AGREEING = 0.98 if DEVICE == "cuda" else 0.9  #: share of equal codes; float32 arithmetic may differ by a rounding
@@ -62,17 +63,17 @@ def test_silu_and_mul(shape: tuple[int, int]) -> None:
 def test_norms(shape: tuple[int, int]) -> None:
     x, residual = draw(*shape, 3), draw(*shape, 4)
     weight = draw(1, shape[1], 5)[0]
-    agree(fp8_quant.rms_norm(x, weight, 1e-6), norm.rms_norm_reference(x, weight, 1e-6))
+    agree(norm.rms_norm_fp8(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
     strided = torch.cat([x, residual], 1)[:, : shape[1]]
-    quantized, total = fp8_quant.add_rms_norm(strided, residual, weight, 1e-6)
+    quantized, total = norm.add_rms_norm_fp8(strided, residual, weight, 1e-6)
     assert torch.equal(total, x + residual)
-    wanted = norm.rms_norm_reference(x + residual, weight, 1e-6)
+    wanted = rms_norm_reference(x + residual, weight, 1e-6)
     agree(quantized, wanted)
     plain = torch.full_like(x, torch.nan)
-    again, _ = fp8_quant.add_rms_norm(strided, residual, weight, 1e-6, plain)
+    again, _ = norm.add_rms_norm_fp8(strided, residual, weight, 1e-6, plain)
     assert torch.equal(again[0].float(), quantized[0].float())
     torch.testing.assert_close(plain, wanted)
-    fp8_quant.rms_norm(total, weight, 1e-6, plain.fill_(torch.nan))
+    norm.rms_norm_fp8(total, weight, 1e-6, plain.fill_(torch.nan))
     torch.testing.assert_close(plain, wanted)
 
 

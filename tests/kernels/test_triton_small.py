@@ -9,7 +9,9 @@ pytest.importorskip("triton")
 
 from glowplug.kernels.norm import rms_norm_reference
 from glowplug.kernels.rope import rotate_reference
+from glowplug.kernels.sums import add_pairs
 from glowplug.kernels.triton import activation, norm, rope
+from glowplug.kernels.triton.moe_sum import moe_sum
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(1, 1), (1, 256), (3, 7), (17, 576), (2, 1025), (0, 64)]
@@ -40,6 +42,39 @@ def test_norms_read_strided_rows_and_more_dimensions() -> None:
                                rms_norm_reference(part + other, weight, 1e-6))
     deep = randn(2, 3, 32, seed=4)
     torch.testing.assert_close(norm.rms_norm(deep, weight, 1e-6), rms_norm_reference(deep, weight, 1e-6))
+
+
+@pytest.mark.parametrize(("tokens", "width", "size"), [(1, 8, 256), (3, 1, 7), (5, 9, 576), (2, 6, 1025), (0, 8, 64)])
+def test_norm_of_the_rows_of_experts(tokens: int, width: int, size: int) -> None:
+    """The sum of a token's rows, whatever the rows of absent experts hold; then as with any other row."""
+    for seed in (0, 1):
+        rows, residual = randn(tokens * width, size, seed=seed), randn(tokens, size, seed=seed + 10)
+        ids = torch.randint(-1, 4, (tokens, width), generator=torch.Generator().manual_seed(seed)).int().to(DEVICE)
+        rows[ids.flatten() < 0] = torch.nan
+        weight, summed = randn(size, seed=seed + 20), add_pairs(rows, ids) + residual
+        normed, total = norm.add_rms_norm(rows, residual, weight, 1e-6, ids)
+        torch.testing.assert_close(total, summed)
+        torch.testing.assert_close(normed, rms_norm_reference(summed, weight, 1e-6))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("width", "size"), [(8, 2048), (9, 7168)])
+def test_the_rows_of_experts_are_summed_as_apart_within_rounding(width: int, size: int) -> None:
+    for tokens in (1, 33, 128):
+        rows, residual, weight = (randn(*shape, seed=tokens, dtype=torch.bfloat16)
+                                  for shape in ((tokens * width, size), (tokens, size), (size,)))
+        ids = torch.arange(width, dtype=torch.int32, device=DEVICE).repeat(tokens, 1)
+        exact = add_pairs(rows.double(), ids).double() + residual.double()
+        normed, total = norm.add_rms_norm(rows, residual, weight, 1e-6, ids)
+        apart, apart_total = norm.add_rms_norm(moe_sum(rows, ids), residual, weight, 1e-6)
+        assert (total - exact).abs().max() <= 1.01 * (apart_total - exact).abs().max()
+        wanted = rms_norm_reference(exact, weight.double(), 1e-6)
+        assert (normed - wanted).norm() <= 1.05 * (apart - wanted).norm() + 1e-6
+        plain = torch.full_like(residual, torch.nan)
+        (values, scales), again = norm.add_rms_norm_fp8(rows, residual, weight, 1e-6, plain, ids)
+        assert torch.equal(again, total) and torch.equal(plain, normed)
+        wide = values.float() * scales.repeat_interleave(128, 1)
+        assert (wide - wanted).norm() <= 0.04 * wanted.norm()
 
 
 def test_norm_of_half_precision_accumulates_in_float32() -> None:
