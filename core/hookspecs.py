@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from glowplug.core.errors import Refusal
     from glowplug.core.facts import Facts, ModelFacts
     from glowplug.core.observe import StepObserver
-    from glowplug.core.plan import EnginePlan
+    from glowplug.core.plan import Decision, EnginePlan
     from glowplug.core.protocols import Worker
     from glowplug.core.tokenizer import Tokenizer
     from glowplug.core.tuning import Tuner
@@ -134,6 +134,11 @@ def contribute_defaults(facts: Facts) -> dict[str, Any]:  # type: ignore[empty-b
 @hookspec
 def check_plan(context: CheckContext) -> list[Refusal]:  # type: ignore[empty-body]
     """Refuse a whole plan for a reason no single component owns. Pure."""
+
+
+@hookspec
+def plan_remarks(context: CheckContext) -> list[Decision]:  # type: ignore[empty-body]
+    """What a plan's reader should know that no pass has decided, such as a table that is not used. Pure."""
 
 
 @hookspec

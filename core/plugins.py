@@ -51,6 +51,7 @@ DEFAULT_PLUGINS = (
     "glowplug.plugins.quantization.none",
     "glowplug.plugins.quantization.block_fp8",
     "glowplug.plugins.quantization.tuners",
+    "glowplug.plugins.quantization.tuned_tables",
     "glowplug.plugins.parallel.single",
     "glowplug.plugins.parallel.tensor",
     "glowplug.plugins.parallel.ep_moe",

@@ -178,6 +178,8 @@ def _complete(draft: Draft) -> bool:
 def _freeze(draft: Draft, sizes: Sizes, budget: tuple[BudgetLine, ...]) -> EnginePlan:
     config, values, plugins = draft.config, draft.values, draft.plugins
     draft.decide("seed", config.seed, *(draft.source("seed") or ("default", "")))
+    for _, remarks in plugins.call_each("plan_remarks", context=draft.context(config.attention)):
+        draft.decisions += remarks or ()
     _record_options(draft)
     return EnginePlan(
         model=config.model, dtype=values["dtype"], kv_dtype=values["kv_dtype"], device=values["device"],

@@ -152,7 +152,10 @@ def _room(draft: Draft, device: str, fixed: list[BudgetLine]) -> Room:
 def _too_big(draft: Draft, fixed: list[BudgetLine], room: Room) -> Refusal:
     largest = max(fixed, key=lambda line: line.bytes)
     needs = ", ".join(f"{line.name} {human(line.bytes)}" for line in fixed)
-    if largest.name == "activations":
+    graphs = sum(line.bytes for line in fixed if line.name == "graphs")
+    if room.left + graphs > 0:
+        field, fix = "graphs.batch_sizes", 'a shorter list, graphs.max_batch smaller, or graphs.use = "eager"'
+    elif largest.name == "activations":
         field, fix = "scheduler.chunk_size", "scheduler.chunk_size smaller"
     elif largest.name == "logits":
         field, fix = "scheduler.max_running_requests", "scheduler.max_running_requests smaller"

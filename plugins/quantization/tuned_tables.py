@@ -1,0 +1,40 @@
+"""Says in the plan whether tiles measured on this card are used: a table of another card or Triton version never is."""
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from glowplug.core.component import CheckContext
+from glowplug.core.hookspecs import hookimpl
+from glowplug.core.plan import Decision
+
+FOLDER = Path(__file__).resolve().parents[2] / "kernels" / "configs"  #: as ``kernels/triton/tuned.py`` has it
+MADE_FOR = re.compile(r"device_name=(?P<card>[^,]+),.*triton=(?P<triton>[\d.]+)\.json")
+FIELD = "kernels.tables"
+
+
+@hookimpl
+def plan_remarks(context: CheckContext) -> list[Decision]:
+    """One remark for a plan on cards where Triton is installed, none otherwise."""
+    version = context.facts.software.packages.get("triton", "")
+    cards = {device.name for device in context.facts.hardware.devices}
+    if context.values["device"] != "cuda" or not version or not cards:
+        return []
+    return [remark(cards, ".".join(version.split(".")[:2]), made_for(path.name for path in FOLDER.glob("*.json")))]
+
+
+def made_for(names: Iterable[str]) -> set[tuple[str, str]]:
+    """(card, Triton version) of each table among file ``names``."""
+    found = (MADE_FOR.search(name) for name in names)
+    return {(match["card"].replace("_", " "), match["triton"]) for match in found if match}
+
+
+def remark(cards: set[str], version: str, tables: set[tuple[str, str]]) -> Decision:
+    """``cards`` and Triton ``version`` of the plan; ``tables``: those that there are tables for."""
+    here = f"{', '.join(sorted(cards))} with Triton {version}"
+    if all((card, version) in tables for card in cards):
+        return Decision(FIELD, "measured", "facts", f"tiles of Triton kernels as measured on {here}")
+    others = ", ".join(f"{card} with Triton {triton}" for card, triton in sorted(tables)) or "nothing"
+    return Decision(FIELD, "rules", "facts", f"tables are of {others}, this is {here}, where they are not trusted; "
+                    "`glowplug tune moe`, fp8-gemm and fp8-moe measure here")

@@ -1,0 +1,144 @@
+"""What a card, a library or a table that does not fit does to a plan: refused or replaced, with the reason, before
+anything is loaded. Built-in components throughout; the sheets are of cards that are not here."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from glowplug.core.errors import PlanRefused, Refusal
+from glowplug.core.facts import DeviceFacts, HardwareFacts
+from glowplug.core.machine import read_sheet
+from glowplug.core.plan import Decision, EnginePlan
+from glowplug.core.plugins import load_plugins
+from glowplug.core.resolve import plan as make_plan
+from glowplug.core.testing.fakes import write_model
+from glowplug.plugins.quantization import tuned_tables
+
+H200 = read_sheet("1xh200")
+LIBRARIES = {"sglang-kernel": "0.4.2.post2", "flashinfer-python": "0.6.11.post1", "sgl-deep-gemm": "0.1.0",
+             "triton": "3.6.0"}
+LITE = Path(__file__).parents[2] / "models" / "shapes" / "deepseek-v2-lite.json"
+
+
+def card(name: str, compute: int, gigabytes: int) -> HardwareFacts:
+    return replace(H200, devices=(DeviceFacts(name, gigabytes << 30, compute),), name=f"1 x {name}")
+
+
+A100, H100, H20 = card("NVIDIA A100-SXM4-80GB", 80, 80), card("NVIDIA H100", 90, 80), card("NVIDIA H20", 90, 96)
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., EnginePlan]]:
+    """A plan for V2-Lite's shape, with ``packages`` installed whatever is here."""
+    model = write_model(tmp_path_factory.mktemp("lite"), msgspec.json.decode(LITE.read_bytes()))
+
+    def made(config: dict[str, Any] | None = None, hardware: HardwareFacts = H200,
+             packages: dict[str, str] | None = None) -> EnginePlan:
+        plugins = load_plugins(entry_points=False)
+        installed = {**plugins.software.packages, **(LIBRARIES if packages is None else packages)}
+        plugins.__dict__["software"] = replace(plugins.software, packages=installed)
+        return make_plan({"model": str(model), "weights": {"use": "random"}, "skip_tokenizer": True, **(config or {})},
+                         plugins=plugins, hardware=hardware)
+
+    yield made
+
+
+def refusals(make: Callable[..., EnginePlan], *args: Any, **more: Any) -> dict[str, Refusal]:
+    with pytest.raises(PlanRefused) as caught:
+        make(*args, **more)
+    return {refusal.field: refusal for refusal in caught.value.refusals}
+
+
+def decision(plan: EnginePlan, field: str) -> Decision:
+    return next(found for found in plan.decisions if found.field == field)
+
+
+@pytest.mark.parametrize("name", ["hopper_mla", "fa3_mla", "flashmla"])
+def test_a_library_for_another_card_is_refused(make: Callable[..., EnginePlan], name: str) -> None:
+    found = refusals(make, {"attention": {"use": name}}, A100)["attention.use"]
+    assert "SM90" in found.reason and "SM80" in found.reason and "A100" in found.reason
+    assert found.fix.startswith("attention.use = ")
+
+
+def test_another_card_gets_what_runs_there_and_why(make: Callable[..., EnginePlan]) -> None:
+    assert decision(make(), "attention.use").value == "hopper_mla"
+    chosen = decision(make(hardware=A100), "attention.use")
+    assert chosen.value in {"flashinfer_mla", "triton_mla"} and chosen.by == "auto" and chosen.why
+
+
+def test_fp8_products_need_a_card_that_has_them(make: Callable[..., EnginePlan]) -> None:
+    found = refusals(make, {"quantization": {"use": "block_fp8"}}, A100)["quantization.use"]
+    assert "SM80" in found.reason and found.fix.startswith('quantization.activations = "none"')
+    assert make({"quantization": {"use": "block_fp8", "activations": "none"}}, A100).choice("quantization")
+
+
+@pytest.mark.parametrize(("config", "package"), [
+    ({"attention": {"use": "hopper_mla"}}, "sglang-kernel"), ({"attention": {"use": "hopper_mla"}}, "triton"),
+    ({"attention": {"use": "triton_mla"}}, "triton"), ({"ops": {"use": "triton"}}, "triton"),
+    ({"sampling": {"use": "triton"}}, "triton"),
+])
+def test_a_missing_library_is_named_with_its_installation(make: Callable[..., EnginePlan], config: dict[str, Any],
+                                                          package: str) -> None:
+    field = f"{next(iter(config))}.use"
+    found = refusals(make, config, packages={**LIBRARIES, package: ""})[field]
+    assert package in found.reason and "not installed" in found.reason and f'pip install "{package}' in found.fix
+
+
+def test_without_any_library_there_is_a_plan_that_says_what_is_missing(make: Callable[..., EnginePlan]) -> None:
+    plan = make(packages=dict.fromkeys(LIBRARIES, ""))
+    assert plan.choice("attention").name == "torch_mla" and plan.choice("ops").name == "torch"
+    assert decision(plan, "attention.use").why
+
+
+@pytest.mark.parametrize(("name", "page"), [("hopper_mla", 16), ("hopper_mla", 128), ("flashmla", 1)])
+def test_a_page_size_that_a_kernel_does_not_take(make: Callable[..., EnginePlan], name: str, page: int) -> None:
+    found = refusals(make, {"attention": {"use": name, "page_size": page}})["attention.page_size"]
+    assert str(page) in found.reason and found.fix == "attention.page_size = 64"
+
+
+def test_a_batch_list_past_the_memory(make: Callable[..., EnginePlan]) -> None:
+    """On a card with room for everything but the graphs of that list: refused with how many bytes they need."""
+    config = {"scheduler": {"max_running_requests": 4096}, "memory": {"kv_tokens": 4096}, "context_length": 2048}
+    eager, listed = {**config, "graphs": {"use": "eager"}}, {"use": "cuda_graph", "batch_sizes": [1, 4096], "max_batch": 4096}
+    needed = sum(line.bytes for line in make(eager).budget) + make(eager).sizes.kv_bytes
+    tight = card("NVIDIA H100", 90, 1 + int(needed / 0.97 / 2**30))
+    assert make(eager, tight).choice("graphs").name == "eager"
+    found = refusals(make, {**config, "graphs": listed}, tight)
+    assert "GiB" in found["graphs.batch_sizes"].reason and "graphs.max_batch" in found["graphs.batch_sizes"].fix
+    assert make({**config, "graphs": {**listed, "batch_sizes": [1, 8]}}, tight).choice("graphs").name == "cuda_graph"
+
+
+class TestTunedTables:
+    def test_the_measured_card_says_so(self, make: Callable[..., EnginePlan]) -> None:
+        found = decision(make(), tuned_tables.FIELD)
+        assert found.value == "measured" and "NVIDIA H200 with Triton 3.6" in found.why
+
+    @pytest.mark.parametrize("hardware", [H100, H20, A100])
+    def test_tables_of_another_card_are_replaced_by_rules(self, make: Callable[..., EnginePlan],
+                                                          hardware: HardwareFacts) -> None:
+        found = decision(make(hardware=hardware), tuned_tables.FIELD)
+        assert found.value == "rules" and hardware.devices[0].name in found.why
+        assert "tables are of NVIDIA H200 with Triton 3.6" in found.why and "glowplug tune moe" in found.why
+
+    def test_so_are_those_of_another_triton(self, make: Callable[..., EnginePlan]) -> None:
+        found = decision(make(packages={**LIBRARIES, "triton": "3.7.1"}), tuned_tables.FIELD)
+        assert found.value == "rules" and "Triton 3.7" in found.why
+
+    def test_nothing_is_said_where_no_table_could_be_used(self, make: Callable[..., EnginePlan]) -> None:
+        plan = make(packages=dict.fromkeys(LIBRARIES, ""))
+        assert not [found for found in plan.decisions if found.field == tuned_tables.FIELD]
+
+    def test_file_names_are_those_that_kernels_look_for(self) -> None:
+        pytest.importorskip("triton")
+        from glowplug.kernels.triton import tuned
+
+        assert tuned_tables.FOLDER == tuned.FOLDER
+        names = [path.name for path in tuned.FOLDER.glob("*triton=*.json")]
+        assert names and tuned_tables.made_for(names) == {("NVIDIA H200", "3.6")}
+        assert tuned_tables.made_for([tuned.file_name("N=1,K=2", "bfloat16")]) == {
+            (tuned.device_name(), tuned.triton_version())}
