@@ -104,7 +104,8 @@ def test_a_page_size_that_a_kernel_does_not_take(make: Callable[..., EnginePlan]
 def test_a_batch_list_past_the_memory(make: Callable[..., EnginePlan]) -> None:
     """On a card with room for everything but the graphs of that list: refused with how many bytes they need."""
     config = {"scheduler": {"max_running_requests": 4096}, "memory": {"kv_tokens": 4096}, "context_length": 2048}
-    eager, listed = {**config, "graphs": {"use": "eager"}}, {"use": "cuda_graph", "batch_sizes": [1, 4096], "max_batch": 4096}
+    eager = {**config, "graphs": {"use": "eager"}}
+    listed = {"use": "cuda_graph", "batch_sizes": [1, 4096], "max_batch": 4096}
     needed = sum(line.bytes for line in make(eager).budget) + make(eager).sizes.kv_bytes
     tight = card("NVIDIA H100", 90, 1 + int(needed / 0.97 / 2**30))
     assert make(eager, tight).choice("graphs").name == "eager"
