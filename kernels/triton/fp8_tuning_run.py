@@ -10,6 +10,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from glowplug.kernels.triton import tuned
 from glowplug.kernels.triton.fp8_gemm import BLOCK
 from glowplug.kernels.triton.tuned import Config
 
@@ -74,6 +75,5 @@ class TuningRun:
 
     def keep(self, rows: int, config: Config, line: str) -> None:
         self.table[rows] = dict(config)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(dict(sorted(self.table.items())), indent=1) + "\n")
+        tuned.keep(self.path, self.table)
         self._log(line)

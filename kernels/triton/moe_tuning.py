@@ -17,7 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
-from glowplug.kernels.triton import moe_gemm, moe_gemv
+from glowplug.kernels.triton import moe_gemm, moe_gemv, tuned
 from glowplug.kernels.triton.moe_align import Alignment, align
 from glowplug.kernels.triton.moe_experts import Problem, tile
 from glowplug.kernels.triton.moe_sum import moe_sum
@@ -229,7 +229,7 @@ def tune_experts(problem: Problem, shared: int, path: Path, *, tokens: Sequence[
         found = measure(bench, number, failed, time.monotonic() + left / (len(open_) - position) * 2)
         aligning, summing = overheads(bench, number)
         spent, table[number] = best_pair(found, aligning, summing)
-        path.write_text(json.dumps(dict(sorted(table.items())), indent=1) + "\n")
+        tuned.keep(path, table)
         log(f"{number} tokens: {spent:.1f} us; align {aligning:.1f}, sum {summing:.1f}; "
             + "; ".join(f"{product} {found[product][0][0]:.1f} {found[product][0][1]}" for product in ("up", "down")))
     return table

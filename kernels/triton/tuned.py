@@ -42,6 +42,14 @@ def table(name: str) -> dict[int, Config] | None:
     return {int(rows): config for rows, config in sorted(json.loads(path.read_text()).items(), key=lambda i: int(i[0]))}
 
 
+def keep(path: Path, table: Mapping[int, Config]) -> None:
+    """Write ``table`` to ``path``, whole or not at all: a run that is killed leaves what it had."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(dict(sorted(table.items())), indent=1) + "\n")
+    part.replace(path)
+
+
 def nearest(configs: Mapping[int, Config], rows: int) -> Config:
     """The configuration measured for the number of rows nearest to ``rows``; the larger of two as near."""
     return configs[min(configs, key=lambda measured: (abs(measured - rows), -measured))]

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from glowplug.kernels.triton import moe_tuning
+from glowplug.kernels.triton import moe_tuning, tuned
 from glowplug.kernels.triton.moe_experts import Problem, rule, tile
 
 PROBLEM = Problem(66, 8, 2048, 1408, "bfloat16")
@@ -62,3 +62,13 @@ def test_resumes_and_stops_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert set(table) == {1, 8, 32} and json.loads(path.read_text())["8"] == {"kept": True}
     moe_tuning.tune_experts(PROBLEM, 2, path, tokens=(1, 8, 32, 128), seconds=15.0, log=said.append)
     assert done == [1, 32, 128] and list(json.loads(path.read_text())) == ["1", "8", "32", "128"]
+
+
+def test_a_table_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "E=1,device_name=a,triton=3.6.json"
+    tuned.keep(path, {8: {"a": 1}, 1: {"a": 2}})
+    assert list(json.loads(path.read_text())) == ["1", "8"]
+    with pytest.raises(TypeError):
+        tuned.keep(path, {1: {"a": object()}})
+    assert list(json.loads(path.read_text())) == ["1", "8"] and tuned.table.__wrapped__(str(path)) == {
+        1: {"a": 2}, 8: {"a": 1}}
