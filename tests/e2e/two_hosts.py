@@ -59,6 +59,7 @@ class Hosts:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._started = folder, []  # type: tuple[Path, list[Started]]
+        self.scratch = Path(tempfile.mkdtemp(prefix="ray"))  # NOTE: of short name: Ray puts sockets into it, 107 bytes
         tag = uuid.uuid4().hex[:6]
         self.names, self.links = (f"gpa{tag}", f"gpb{tag}"), (f"va{tag}", f"vb{tag}")
 
@@ -82,6 +83,7 @@ class Hosts:
                 with _gone():
                     os.kill(int(pid), signal.SIGKILL)
             ip("netns", "del", name)
+        shutil.rmtree(self.scratch, ignore_errors=True)
 
     def start(self, host: int, *words: str, **environment: str) -> Started:
         one = Started(self.names[host], self.folder / f"{len(self._started)}.log", words, environment)
@@ -171,7 +173,7 @@ def start_torchrun(hosts: Hosts) -> tuple[Started, Started]:
 
 def start_ray(hosts: Hosts) -> tuple[Started, Started]:
     """Ray is there already on both; the driver is on host 0. The second of the pair is Ray on host 1."""
-    ray, temporary = str(Path(sys.executable).with_name("ray")), str(hosts.folder / "ray")
+    ray, temporary = str(Path(sys.executable).with_name("ray")), str(hosts.scratch)
     usual = ("--num-cpus", "1", "--disable-usage-stats", "--object-store-memory", "100000000", "--block")
     quiet = {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
     head = hosts.start(0, ray, "start", "--head", "--node-ip-address", "10.91.0.1", "--port", str(RAY), "--temp-dir",
