@@ -6,6 +6,8 @@ value = stored * scale.
 """
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -81,6 +83,14 @@ def silu_and_mul_rounded(x: Tensor) -> Tensor:
 
 def _block_index(size: int, offset: int, device: torch.device) -> Tensor:
     return (torch.arange(size, device=device) + offset) // BLOCK
+
+
+class Blocks(NamedTuple):
+    """A weight as it is stored: E4M3 [..., N, K], and float32 scales [..., ceil(N / 128), ceil(K / 128)] of its blocks.
+    Both may be views, transposed too."""
+
+    values: Tensor
+    scales: Tensor
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:

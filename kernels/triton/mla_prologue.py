@@ -197,16 +197,20 @@ def project(latent: Tensor, w_uv: Tensor, out: Tensor, follows: bool = False) ->
 
     ``follows``: the kernel before waits for those before it, as ``dependent`` asks, so that this one may start early.
     """
-    tokens, heads, size = latent.shape
+    tokens, heads, _ = latent.shape
     if tokens > FEW or tokens * heads > FEW_PAIRS:
         _bmm(latent, w_uv, out)
     elif tokens:
-        columns = w_uv.shape[2]
-        block = min(32 if tokens <= 16 else 64, triton.next_power_of_2(columns))
-        _by_heads[(heads, triton.cdiv(columns, block))](
-            latent, w_uv, out, tokens, latent.stride(0), latent.stride(1), *w_uv.stride(), out.stride(0), out.stride(1),
-            SIZE=size, COLUMNS=columns, ROWS=_tile(tokens), BLOCK=block, DEPTH=_tile(size), num_warps=4,
-            **(dependent.options() if follows else {"DEPENDENT": False}))
+        by_heads(latent, w_uv, out, min(32 if tokens <= 16 else 64, triton.next_power_of_2(w_uv.shape[2])), follows)
+
+
+def by_heads(x: Tensor, w: Tensor, out: Tensor, block: int, follows: bool) -> None:
+    """x [T, H, K], w [H, K, N] -> out [T, H, N] for few tokens, ``block`` columns a program."""
+    (tokens, heads, size), columns = x.shape, w.shape[2]
+    _by_heads[(heads, triton.cdiv(columns, block))](
+        x, w, out, tokens, x.stride(0), x.stride(1), *w.stride(), out.stride(0), out.stride(1), SIZE=size,
+        COLUMNS=columns, ROWS=_tile(tokens), BLOCK=block, DEPTH=_tile(size), num_warps=4,
+        **(dependent.options() if follows else {"DEPENDENT": False}))
 
 
 def _bmm(x: Tensor, w: Tensor, out: Tensor) -> None:
