@@ -1,0 +1,155 @@
+"""Products of routed experts with int4 weights in the layout of ``kernels/awq.py``, experts first: packed int16
+[E, blocks, N, 32], scales and zeros [E, groups, N]. w13 holds gates, then ups. Numbers are unpacked in registers.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from glowplug.kernels.triton import dependent, tuned
+from glowplug.kernels.triton.awq_gemm import BLOCK, DTYPE, PLANE, load_plane, times
+from glowplug.kernels.triton.moe_align import Alignment, align
+from glowplug.kernels.triton.moe_gemm import tile_pairs, tile_place
+from glowplug.kernels.triton.moe_sum import moe_sum
+from glowplug.kernels.triton.tuned import Config
+
+
+class Weights(NamedTuple):
+    """The weights of all experts in one product. ``group``: inputs that share a scale; ``depth``: inputs."""
+
+    packed: Tensor
+    scales: Tensor
+    zeros: Tensor
+    group: int
+    depth: int
+
+
+@triton.jit(do_not_specialize=["pairs", "experts", "m_blocks", "n_blocks", "order"])
+def _grouped(x, packed, scales, zeros, out, ids, weights, sorted_pairs, expert_of_block, pairs, experts, columns, depth,
+             groups, m_blocks, n_blocks, order, UP: tl.constexpr, SORTED: tl.constexpr, TOPK: tl.constexpr,
+             WIDTH: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
+             BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr):
+    """``UP``: x are tokens and out[pair] = silu(gate) * up. Otherwise x are pairs, and out[pair] is weighted."""
+    dependent.begin(DEPENDENT)
+    block_row, column_block = tile_place(m_blocks, n_blocks, order)
+    dependent.wait(DEPENDENT)
+    expert, pair = tile_pairs(ids, sorted_pairs, expert_of_block, block_row, pairs, experts, SORTED, TOPK, WIDTH,
+                              BLOCK_M)
+    if expert < 0:
+        return
+    real = pair < pairs
+    row = tl.where(real, pair, 0)
+    if UP:
+        row = row // TOPK
+    n = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = n < columns
+    held = tl.where(inside, n, 0)
+    every = columns * (2 if UP else 1)  # outputs of an expert
+    step = columns.to(tl.int64) * (2 if UP else 1) * PLANE
+    lane = tl.arange(0, PLANE)
+    blocks = tl.cdiv(depth, BLOCK)
+    x_at = x + row.to(tl.int64)[:, None] * depth + lane[None, :]
+    w_at = packed + (expert.to(tl.int64) * blocks * every + held)[:, None] * PLANE + lane[None, :]
+    grid = expert.to(tl.int64) * groups * every + held
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for block in range(blocks):
+        at = w_at + block * step
+        words = tl.load(at)
+        part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        if UP:
+            up_words = tl.load(at + columns * PLANE)
+            up_part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for plane in tl.static_range(4):
+            first = block * BLOCK + plane * PLANE
+            if plane == 0 or (plane * PLANE) % GROUP == 0:
+                group = first // GROUP
+                if GROUP < BLOCK and not EVEN:
+                    group = tl.where(first < depth, group, 0)
+                place = grid + group * every
+                zero, scale = tl.load(zeros + place), tl.load(scales + place)
+                if UP:
+                    up_zero, up_scale = tl.load(zeros + place + columns), tl.load(scales + place + columns)
+            value = load_plane(x_at, first, depth, EVEN)
+            part = times(words, zero, value, part, plane)
+            if UP:
+                up_part = times(up_words, up_zero, value, up_part, plane)
+            if plane == 3 or ((plane + 1) * PLANE) % GROUP == 0:
+                total += part * scale.to(tl.float32)[:, None]
+                part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+                if UP:
+                    up += up_part * up_scale.to(tl.float32)[:, None]
+                    up_part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if UP:
+        total = total / (1.0 + tl.exp(-total)) * up
+    y = tl.trans(total)
+    if not UP:
+        y *= tl.load(weights + pair, mask=real, other=0.0)[:, None]
+    tl.store(out + pair.to(tl.int64)[:, None] * columns + n[None, :], y.to(out.dtype.element_ty),
+             mask=real[:, None] & inside[None, :])
+
+
+def product(x: Tensor, w: Weights, ids: Tensor, weights: Tensor | None, aligned: Alignment | None,
+            config: Config) -> Tensor:
+    """One product, a row a pair. Without ``weights`` the first: x [T, H] -> silu(gate) * up [T * K, I]; with weights
+    float32 [T, K] the second: x [T * K, I] -> [T * K, H]. Rows of absent experts are not written.
+
+    ``aligned`` with the configuration's block_m, or None: every expert gets tiles of all tokens.
+    """
+    experts, _, rows, _ = w.packed.shape
+    columns = rows // 2 if weights is None else rows
+    out = torch.empty(ids.numel(), columns, dtype=x.dtype, device=x.device)
+    m_blocks = (experts * triton.cdiv(ids.shape[0], config["block_m"]) if aligned is None
+                else len(aligned.expert_of_block))
+    n_blocks = triton.cdiv(columns, config["block_n"])
+    places = (ids, ids) if aligned is None else (aligned.sorted_pairs, aligned.expert_of_block)
+    _grouped[(m_blocks * n_blocks,)](
+        x, w.packed, w.scales, w.zeros, out, ids, w.scales if weights is None else weights, *places, ids.numel(),
+        experts, columns, w.depth, w.scales.shape[1], m_blocks, n_blocks, config.get("group", 64), UP=weights is None,
+        SORTED=aligned is not None, TOPK=ids.shape[1], WIDTH=triton.next_power_of_2(ids.shape[1]), GROUP=w.group,
+        EVEN=w.depth % 128 == 0, BLOCK_M=config["block_m"], BLOCK_N=config["block_n"], num_warps=config["warps"],
+        num_stages=config["stages"], **dependent.options())
+    return out
+
+
+DENSE = 16  #: tokens that fit into one tile
+
+
+def rule(tokens: int, per_token: int, experts: int) -> Mapping[str, Config]:
+    """{"up", "down"} where nothing was measured; "dense" where the alignment is to be spared."""
+    load = tokens * per_token / experts
+    if load <= 64:
+        block = 16 if load <= 12 else 32 if load <= 28 else 64
+        each = {"dense": int(tokens <= DENSE), "block_m": block, "block_n": 64, "warps": 4, "stages": 4}
+        return {"up": each, "down": each}
+    each = {"dense": 0, "block_m": 128, "block_n": 64, "warps": 4, "stages": 3, "group": 8}
+    return {"up": each, "down": {**each, "block_n": 128, "warps": 8}}
+
+
+@lru_cache(maxsize=1024)
+def config_for(tokens: int, per_token: int, experts: int, inter: int, hidden: int) -> Mapping[str, Config]:
+    """A table's configuration for the nearest number of tokens; without one the rule's."""
+    found = tuned.table(tuned.file_name(f"E={experts},N={inter},H={hidden}", DTYPE)) or {}
+    fitting = {number: config for number, config in found.items()
+               if not config["up"]["dense"] or config["up"]["block_m"] >= tokens}
+    if not fitting or tokens > 2 * max(fitting):
+        return rule(tokens, per_token, experts)
+    return tuned.nearest(fitting, tokens)
+
+
+def experts(x: Tensor, w13: Weights, w2: Weights, ids: Tensor, weights: Tensor,
+            config: Mapping[str, Config] | None = None) -> Tensor:
+    """x [T, H] contiguous, ids [T, K] (-1: elsewhere), weights float32 [T, K] -> [T, H]."""
+    if not len(x):
+        return torch.empty_like(x)
+    count = w13.packed.shape[0]
+    chosen = config or config_for(len(x), ids.shape[1], count, w2.depth, w13.depth)
+    aligned = None if chosen["up"]["dense"] else align(ids, count, chosen["up"]["block_m"])
+    hidden = product(x, w13, ids, None, aligned, chosen["up"])
+    return moe_sum(product(hidden, w2, ids, weights, aligned, chosen["down"]), ids)
