@@ -46,6 +46,8 @@ DEFAULT_PLUGINS = (
     "glowplug.plugins.attention.flashmla",
     "glowplug.plugins.attention.fa3_mla",
     "glowplug.plugins.attention.flashinfer_mla",
+    "glowplug.plugins.attention.fa3_mha",
+    "glowplug.plugins.attention.triton_mha",
     "glowplug.plugins.attention.torch_mla",
     "glowplug.plugins.attention.torch_mha",
     "glowplug.plugins.quantization.none",

@@ -95,3 +95,30 @@ def mha_reference(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             scores = scale * (k[:seen, key_head].double() @ q[i, head].double())
             out[i, head] = torch.softmax(scores, dim=0) @ v[:seen, key_head].double()
     return out
+
+
+def paged_reference(query: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, scale: float,
+                    page_size: int, first_key: int = 0, tree: Tensor | None = None) -> Tensor:
+    """Decoding rows over a paged cache by the definition, in float64: query [B * W, H, D], caches [slots, K, D],
+    page_table int32 [B, P], kv_lens int32 [B] -> [B * W, H, D].
+
+    Query token i of a row sees the keys from ``first_key`` to the row's last but W - 1 - i, or with ``tree`` int64
+    [B, W] those before the row's W own tokens, and own token j where bit j is set. Zeros where it sees none.
+    """
+    rows, heads = len(kv_lens), query.shape[1]
+    width, group = query.shape[0] // rows, heads // k_cache.shape[1]
+    out = torch.zeros(*query.shape[:2], v_cache.shape[2], dtype=torch.float64, device=query.device)
+    for row in range(rows):
+        length = int(kv_lens[row])
+        begin = length - width
+        for own in range(width):
+            seen = [p for p in range(first_key, length)
+                    if (p <= begin + own if tree is None or p < begin else int(tree[row, own]) >> (p - begin) & 1)]
+            if not seen:
+                continue
+            at = torch.tensor(seen, device=query.device)
+            slots = page_table[row].long()[at // page_size] * page_size + at % page_size
+            key, value = (x[slots].double().repeat_interleave(group, dim=1) for x in (k_cache, v_cache))
+            scores = scale * torch.einsum("hd,mhd->hm", query[row * width + own].double(), key)
+            out[row * width + own] = torch.einsum("hm,mhv->hv", torch.softmax(scores, dim=-1), value)
+    return out

@@ -15,6 +15,7 @@ TORCH_DTYPES = {
     "float16": torch.float16,
     "float8_e4m3fn": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
 }
 
 

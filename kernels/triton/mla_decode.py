@@ -15,23 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.triton import dependent
+from glowplug.kernels.triton import dependent, paged
 from glowplug.kernels.triton.mla_merge import merge
-
-MULTIPROCESSORS = 132  #: of an H200
-TYPICAL_TILES = 32  #: of a row, for which the number of splits is chosen: 2048 keys
-LOG2_E = 1.4426950408889634
-
-
-@triton.jit
-def _visible(pos, begin, own, tree, first_key, end, TREE: tl.constexpr):
-    """[M, N]: which keys at ``pos`` [N] the query tokens ``own`` [M] see; the row's own tokens begin at ``begin``."""
-    if TREE:
-        mine = (pos - begin)[None, :]
-        seen = (mine < 0) | ((tree[:, None] >> tl.maximum(mine, 0).to(tl.int64)) & 1 != 0)
-    else:
-        seen = pos[None, :] <= begin + own[:, None]
-    return seen & ((pos >= first_key) & (pos < end))[None, :]
 
 
 @triton.jit
@@ -41,27 +26,6 @@ def _part(at, filled, C: tl.constexpr, SIZE: tl.constexpr, FIRST: tl.constexpr):
     if C >= FIRST + SIZE:
         return tl.load(at[:, None] + c[None, :], mask=filled[:, None], other=0.0)
     return tl.load(at[:, None] + c[None, :], mask=filled[:, None] & (c[None, :] < C), other=0.0)
-
-
-@triton.jit
-def _entries(kv, table, n0, n, end, kv_stride: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Pointers [N] to the cache entries of positions ``n0 + n`` of the row whose pages are at ``table``."""
-    if PAGE % BLOCK_N == 0:
-        slot = (tl.load(table + n0 // PAGE) * PAGE + n0 % PAGE).to(tl.int64)
-        return kv + slot * kv_stride + n * kv_stride
-    pos = n0 + n
-    page = tl.load(table + pos // PAGE, mask=pos < end, other=0)
-    return kv + (page * PAGE + pos % PAGE).to(tl.int64) * kv_stride
-
-
-@triton.jit
-def _weights(scores, top, total):
-    """Softmax goes on over one more tile: its weights, what is kept of the sums so far, and top and total after it."""
-    higher = tl.maximum(top, tl.max(scores, axis=1))
-    base = tl.where(higher == float("-inf"), 0.0, higher)
-    weights = tl.exp2(scores - base[:, None])
-    kept = tl.exp2(top - base)[:, None]
-    return weights, kept, higher, total * kept + weights
 
 
 @triton.jit(do_not_specialize=["splits", "first_key", "width", "table_stride"])
@@ -102,7 +66,7 @@ def mla_decode_kernel(query, kv, page_table, kv_lens, tree_mask, out, lse, scale
     n = tl.arange(0, BLOCK_N)
     for n0 in tl.range(start, end, BLOCK_N, num_stages=STAGES):
         filled = (n0 + n >= first_key) & (n0 + n < end)
-        entry = _entries(kv, page_table + row * table_stride, n0, n, end, kv_stride, PAGE, BLOCK_N)
+        entry = paged.entries(kv, page_table + row * table_stride, n0, n, end, kv_stride, PAGE, BLOCK_N)
         latent = ()
         for part in tl.static_range(PARTS):
             latent = latent + (_part(entry, filled, C, BLOCK_C, part * BLOCK_C).to(q_r.dtype),)
@@ -111,8 +75,8 @@ def mla_decode_kernel(query, kv, page_table, kv_lens, tree_mask, out, lse, scale
         scores = tl.dot(q_r, tl.trans(rope), input_precision=PRECISION) * scale
         for part in tl.static_range(PARTS):
             scores += tl.dot(q_c[part], tl.trans(latent[part]), input_precision=PRECISION) * scale
-        seen = _visible(n0 + n, length - width, own, tree, first_key, end, TREE)
-        weights, kept, top, total = _weights(tl.where(seen, scores, float("-inf")), top, total)
+        seen = paged.visible(n0 + n, length - width, own, tree, first_key, end, TREE)
+        weights, kept, top, total = paged.weights(tl.where(seen, scores, float("-inf")), top, total)
         summed = ()
         for part in tl.static_range(PARTS):
             summed = summed + (tl.dot(weights.to(q_r.dtype), latent[part], acc[part] * kept,
@@ -153,25 +117,12 @@ def tiling(rows: int, width: int, heads: int, context: int, dtype: torch.dtype, 
     blocks = max(1, rows * triton.cdiv(width * heads, block_m))
     wide, narrow = block_m == 64, kv.itemsize == 1
     block_n = 64 if ring or wide else 16 if dtype.itemsize > 2 else 32 if narrow or block_m > 16 else 64
-    splits = _splits(blocks, triton.cdiv(context, block_n), MULTIPROCESSORS)
+    splits = paged.best_splits(blocks, triton.cdiv(context, block_n), paged.MULTIPROCESSORS)
     if ring:
         return Tiling(block_m, block_n, splits, 1, 8 if wide else 4, 3 if narrow and not wide else 2, True)
     if dtype.itemsize > 2:
         return Tiling(block_m, block_n, splits, 4, 4, 3)
     return Tiling(block_m, block_n, splits, 1, 8, 2) if wide else Tiling(block_m, block_n, splits, 4, 4, 5)
-
-
-def _splits(blocks: int, tiles: int, slots: int) -> int:
-    """Into how many parts to cut the keys of each of ``blocks`` that cover ``tiles`` tiles at most.
-
-    The least time for rows of 32 tiles, in units of a tile: rounds of ``slots`` programs at a time, where a program
-    costs two and a half to begin, and a merge one more. Of equals the most, which longer rows want.
-    """
-    def cost(splits: int) -> float:
-        return -(-blocks * splits // slots) * (-(-TYPICAL_TILES // splits) + 2.5) + (1 if splits > 1 else 0)
-
-    return min(range(1, max(1, min(tiles, slots // min(blocks, slots) * 4, slots)) + 1),
-               key=lambda splits: (cost(splits), -splits))
 
 
 def ring_fits(query: torch.dtype, kv: torch.dtype, page_size: int, lora: int, rope: int, device: torch.device) -> bool:
@@ -208,8 +159,8 @@ def _launch(query: Tensor, kv: Tensor, page_table: Tensor, kv_lens: Tensor, scal
     assert query.is_contiguous() and kv.stride(1) == 1
     pairs, splits = tokens // rows * heads, cut.splits
     grid = (triton.cdiv(pairs, cut.block_m), rows, splits)
-    rest = (page_table, kv_lens, tree if tree is not None else kv_lens, out, lse, scale * kv_scale * LOG2_E, kv_scale,
-            splits, first_key, tokens // rows, heads, page_table.stride(0))
+    rest = (page_table, kv_lens, tree if tree is not None else kv_lens, out, lse, scale * kv_scale * paged.LOG2_E,
+            kv_scale, splits, first_key, tokens // rows, heads, page_table.stride(0))
     same = {"C": lora, "R": size - lora, "BLOCK_M": cut.block_m, "PAGE": page_size, "SPLIT": splits > 1,
             "TREE": tree is not None, "num_warps": cut.warps, **dependent.options()}
     if cut.ring:

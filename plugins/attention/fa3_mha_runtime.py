@@ -1,0 +1,91 @@
+"""The runtime of ``fa3_mha``."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from sgl_kernel.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+from torch import Tensor
+
+from glowplug.core.batch import Batch
+from glowplug.core.options import AttentionOptions
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import Worker
+from glowplug.plugins.attention.paged_mha import PagedMha
+from glowplug.plugins.attention.slot_buffers import SlotBuffers, in_parts, shifted
+
+SMALL_PAGE = 64  #: NOTE: pages that hold whole tiles of keys are copied by TMA, past a row's end: see fa3_mla_runtime
+
+
+@dataclass(eq=False)
+class _Rows:
+    """Rows over the cache. ``page``: tokens a page of ``table`` int32 [R, P]; ``lens`` int32 [R]: keys of each.
+
+    ``starts``: int32 [R + 1] prefix sums of prefill rows' queries, ``longest`` of them. ``table`` None: the keys are
+    the rows' own tokens.
+    """
+
+    page: int
+    table: Tensor | None
+    lens: Tensor
+    starts: Tensor | None = None
+    longest: int = 0
+
+
+class Fa3Mha(PagedMha):
+    """Decoding rows and chunks behind a cached prefix over the cache; chunks that begin their sequence over their own
+    keys."""
+
+    def __init__(self, options: AttentionOptions, plan: EnginePlan, worker: Worker) -> None:
+        super().__init__(options, plan, worker)
+        self._buffers = SlotBuffers()
+        self._decoding: _Rows | None = None
+        self._prefilling: _Rows | None = None
+
+    def plan_decode(self, batch: Batch, slot: object | None, rows: int, width: int) -> None:
+        self._decoding = self._rows(batch, slot, 0, rows)
+
+    def _rows(self, batch: Batch, slot: object | None, first: int, end: int) -> _Rows:
+        table, lens, page = batch.page_table[first:end], batch.kv_lens_device[first:end], self._page_size
+        if batch.first_key:
+            page, (table, lens) = 1, self._buffers.keep(slot, shifted(table, lens, batch.first_key, page))
+        elif page > SMALL_PAGE and page % SMALL_PAGE == 0:
+            (table,) = self._buffers.keep(slot, (in_parts(table, page // SMALL_PAGE),))
+            page = SMALL_PAGE
+        return _Rows(page, table, lens)
+
+    def decode(self, query: Tensor, kv: Mapping[str, Tensor], scale: float) -> Tensor:
+        rows = self._decoding
+        assert rows is not None
+        query = query.unflatten(0, (len(rows.lens), -1))
+        out = flash_attn_with_kvcache(
+            q=query, k_cache=_paged(kv["k"], rows), v_cache=_paged(kv["v"], rows), cache_seqlens=rows.lens,
+            page_table=rows.table, softmax_scale=scale, causal=query.shape[1] > 1)
+        return torch.flatten(out, 0, 1)
+
+    def plan_prefill(self, batch: Batch, first: int, tokens: int) -> None:
+        queries, keys = batch.query_lens[first:], batch.kv_lens[first:] - batch.first_key
+        rows = self._rows(batch, None, first, batch.num_rows)
+        rows.starts, rows.longest = batch.query_starts[first:] - batch.decode_tokens, int(queries.max())
+        if np.array_equal(queries, keys):
+            rows.table = None
+        self._prefilling = rows
+
+    def prefill(self, query: Tensor, k: Tensor, v: Tensor, kv: Mapping[str, Tensor], scale: float) -> Tensor:
+        rows = self._prefilling
+        assert rows is not None
+        if rows.table is None:
+            return flash_attn_varlen_func(  # type: ignore[no-any-return]
+                query, k, v, cu_seqlens_q=rows.starts, cu_seqlens_k=rows.starts, max_seqlen_q=rows.longest,
+                max_seqlen_k=rows.longest, softmax_scale=scale, causal=True)
+        return flash_attn_with_kvcache(  # type: ignore[no-any-return]
+            q=query, k_cache=_paged(kv["k"], rows), v_cache=_paged(kv["v"], rows), cache_seqlens=rows.lens,
+            page_table=rows.table, cu_seqlens_q=rows.starts, max_seqlen_q=rows.longest, softmax_scale=scale,
+            causal=True)
+
+
+def _paged(cache: Tensor, rows: _Rows) -> Tensor:
+    """[slots, K, D] -> [pages, page, K, D]."""
+    return cache.view(-1, rows.page, *cache.shape[1:])

@@ -1,0 +1,102 @@
+"""What the multi-head backends for GPUs share: the cache and the split into decoding and prefill rows.
+
+A backend is a subclass with two kernels, both over the paged cache: ``decode`` and ``prefill``.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from glowplug.core.batch import Batch
+from glowplug.core.memory.layout import KVEntry, KVLayout
+from glowplug.core.mesh import axis_size
+from glowplug.core.options import AttentionOptions
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, ProjectedMla, Worker
+from glowplug.kernels.triton.mha_store import mha_store
+from glowplug.plugins.attention.paging import kv_layers
+
+
+class PagedMha:
+    """Per-head attention over cache entries ``k`` and ``v``, key heads local to this rank.
+
+    A step's keys are stored before anything attends, so that kernels read the cache alone, as it keeps them.
+
+    Attributes:
+        follows: the kernels of every step wait for those before them (``kernels/triton/dependent.py``), so that the
+            first may start before the keys are stored.
+    """
+
+    mla_projected: ProjectedMla | None = None
+    follows = False
+
+    def __init__(self, options: AttentionOptions, plan: EnginePlan, worker: Worker) -> None:
+        facts, ranks = plan.facts.model, axis_size("attn_tp", plan.mesh)
+        self._plan, self._page_size = plan, plan.sizes.page_size
+        self._heads, self._kv_heads = facts.num_heads // ranks, max(1, facts.num_kv_heads // ranks)
+        self._head_dim = facts.head_dim
+        self._dtype: torch.dtype = worker.dtype or getattr(torch, plan.dtype)
+        self._kv: tuple[Mapping[str, Tensor], ...] = ()
+        self._slots: Tensor | None = None
+        self._decode_tokens = 0
+
+    # ---- a subclass's ------------------------------------------------------------------------------------------------
+
+    def plan_decode(self, batch: Batch, slot: object | None, rows: int, width: int) -> None:
+        """Prepare ``decode`` for the first ``rows`` rows, ``width`` tokens each; part of ``plan_step``.
+
+        Called only where there are such rows. With a slot, what it makes for captured kernels belongs to the slot.
+        """
+        raise NotImplementedError
+
+    def decode(self, query: Tensor, kv: Mapping[str, Tensor], scale: float) -> Tensor:
+        """query [n, H, D] over the layer's cache -> [n, H, D].
+
+        A row's last query sees all its keys, each one before it one less.
+        """
+        raise NotImplementedError
+
+    def plan_prefill(self, batch: Batch, first: int, tokens: int) -> None:
+        """Prepare ``prefill`` for the rows from number ``first`` on; called only where there are such."""
+        raise NotImplementedError
+
+    def prefill(self, query: Tensor, k: Tensor, v: Tensor, kv: Mapping[str, Tensor], scale: float) -> Tensor:
+        """query [m, H, D] and own k and v [m, K, D] of the prefill rows' tokens -> [m, H, D]."""
+        raise NotImplementedError
+
+    # ---- AttentionBackend --------------------------------------------------------------------------------------------
+
+    def kv_layout(self) -> KVLayout:
+        shape, dtype = (self._kv_heads, self._head_dim), self._plan.kv_dtype
+        return KVLayout(kv_layers(self._plan), self._page_size, (
+            KVEntry("k", shape, dtype), KVEntry("v", shape, dtype)))
+
+    def reserve(self, limits: Limits) -> None:
+        self._kv = limits.kv
+
+    def plan_step(self, batch: Batch, slot: object | None) -> None:
+        decodes, tokens = batch.num_decodes, batch.decode_tokens
+        self._slots, self._decode_tokens = batch.slots, tokens
+        if decodes:
+            self.plan_decode(batch, slot, decodes, tokens // decodes)
+        if decodes < batch.num_rows:
+            self.plan_prefill(batch, decodes, batch.num_tokens - tokens)
+
+    def mla(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, layer: MlaLayer) -> Tensor:
+        raise NotImplementedError("it offers kind mha only")
+
+    def store_mla(self, latent: Tensor, k_rope: Tensor, slots: Tensor, layer: MlaLayer) -> None:
+        raise NotImplementedError("it offers kind mha only")
+
+    def mha(self, q: Tensor, k: Tensor, v: Tensor, layer: MhaLayer) -> Tensor:
+        assert self._slots is not None, "plan_step comes first"
+        kv, count, tokens = self._kv[layer.index], self._decode_tokens, q.shape[0]
+        mha_store(k, v, kv["k"], kv["v"], self._slots, self.follows and count == tokens)
+        parts = [self.decode(q[:count], kv, layer.scale)] if count else []
+        if count < tokens:
+            parts.append(self.prefill(q[count:], k[count:], v[count:], kv, layer.scale))
+        if not parts:
+            return q.new_empty(0, layer.heads * layer.head_dim)
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(tokens, layer.heads * layer.head_dim)

@@ -1,0 +1,62 @@
+"""The runtime of ``triton_mha``."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from glowplug.core.batch import Batch
+from glowplug.core.options import AttentionOptions
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import Worker
+from glowplug.kernels.triton.mha_decode import Tiling, mha_decode, tiling
+from glowplug.kernels.triton.mha_prefill import mha_prefill
+from glowplug.plugins.attention.paged_mha import PagedMha
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of the step: page_table int32 [R, P], lens int32 [R], tree int64 [R, width] or None; of prefill rows the
+    tokens ``starts`` int32 [R + 1] at which their queries begin and end, and the ``skip`` tokens before all of them."""
+
+    page_table: Tensor
+    lens: Tensor
+    first_key: int
+    cut: Tiling | None = None
+    tree: Tensor | None = None
+    starts: Tensor | None = None
+    skip: int = 0
+
+
+class TritonMha(PagedMha):
+    """Its kernels read a step's tensors as they lie, so nothing is prepared and nothing belongs to a slot."""
+
+    follows = True
+
+    def __init__(self, options: AttentionOptions, plan: EnginePlan, worker: Worker) -> None:
+        super().__init__(options, plan, worker)
+        self._context = plan.sizes.positions
+        self._decoding: _Rows | None = None
+        self._prefilling: _Rows | None = None
+
+    def plan_decode(self, batch: Batch, slot: object | None, rows: int, width: int) -> None:
+        tree = None if batch.tree_mask is None else batch.tree_mask[:rows]
+        cut = tiling(rows, width, self._heads, self._kv_heads, self._head_dim, self._context, self._dtype)
+        self._decoding = _Rows(batch.page_table[:rows], batch.kv_lens_device[:rows], batch.first_key, cut, tree)
+
+    def decode(self, query: Tensor, kv: Mapping[str, Tensor], scale: float) -> Tensor:
+        rows = self._decoding
+        assert rows is not None and rows.cut is not None
+        return mha_decode(query, kv["k"], kv["v"], rows.page_table, rows.lens, scale, self._page_size, rows.cut,
+                          rows.first_key, rows.tree)
+
+    def plan_prefill(self, batch: Batch, first: int, tokens: int) -> None:
+        self._prefilling = _Rows(batch.page_table[first:], batch.kv_lens_device[first:], batch.first_key,
+                                 starts=batch.query_starts[first:], skip=batch.decode_tokens)
+
+    def prefill(self, query: Tensor, k: Tensor, v: Tensor, kv: Mapping[str, Tensor], scale: float) -> Tensor:
+        rows = self._prefilling
+        assert rows is not None and rows.starts is not None
+        return mha_prefill(query, kv["k"], kv["v"], rows.page_table, rows.lens, rows.starts, scale, self._page_size,
+                           rows.first_key, rows.skip)

@@ -1,0 +1,54 @@
+"""``triton_mha`` passes the attention slot's suite, interpreted: MHA, GQA and MQA, heads of odd sizes, and trees."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import Worker
+from glowplug.core.testing.attention_suite import MhaSuite
+from glowplug.core.testing.paged_world import Row, make_world
+from glowplug.kernels import mha
+from glowplug.plugins.attention.triton_mha import TritonMhaOptions
+
+pytest.importorskip("triton")
+from glowplug.plugins.attention.triton_mha_runtime import TritonMha
+
+
+class Suite(MhaSuite):
+    page_sizes, max_width = (7, 16), 2
+
+    def make(self, plan: EnginePlan, worker: Worker) -> TritonMha:
+        return TritonMha(TritonMhaOptions(), plan, worker)
+
+
+INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: kernels are not interpreted")
+
+
+@INTERPRETED
+class TestGqa(Suite):
+    pass
+
+
+@INTERPRETED
+class TestMqa(Suite):
+    heads, kv_heads, queries, entries = 3, 1, ((3, 8),), {"k": (1, 8), "v": (1, 8)}
+
+
+@pytest.mark.gpu
+class TestCuda(Suite):
+    device, error = "cuda", 1e-4
+
+
+def test_a_tree_in_the_batch_is_read() -> None:
+    """Two branches behind a root: the second branch's token sees the root and not the first's."""
+    suite = TestCuda() if torch.cuda.is_available() else TestGqa()
+    generator = torch.Generator().manual_seed(1)
+    world = make_world([Row(30, 3), Row(4, 3)], 16, 1)
+    layer, args = suite.layer(generator), suite.arguments(world, generator)
+    world.batch.tree_mask = torch.tensor([[1, 3, 5], [1, 3, 7]], device=suite.device)
+    got = suite.step(suite.backend(16), world, layer, args)
+    batch = world.batch
+    expected = mha.paged_reference(args[0], world.pools["k"].cpu(), world.pools["v"].cpu(), batch.page_table.cpu(),
+                                   batch.kv_lens_device.cpu(), layer.scale, 16, tree=batch.tree_mask.cpu())
+    suite.close(got, expected.flatten(1))

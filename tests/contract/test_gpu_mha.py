@@ -1,0 +1,171 @@
+"""The multi-head backends pass the attention slot's suite on a GPU, and captured steps replay as they run."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from glowplug.core.batch import Batch
+from glowplug.core.facts import ModelFacts
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import AttentionBackend, Worker
+from glowplug.core.testing.attention_suite import MhaCase, MhaSuite, MlaCase
+from glowplug.core.testing.paged_world import Row, World, make_world
+
+pytestmark = pytest.mark.gpu
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+class GpuMhaSuite(MhaSuite):
+    """bf16 at the sizes of Llama-3-8B. Subclasses set sizes in ``sizes``: heads, key heads, numbers of a head."""
+
+    device, dtype, error = "cuda", torch.bfloat16, 1e-2
+    sizes: tuple[int, int, int] = (32, 8, 128)
+    page_sizes: tuple[int, ...] = (1, 16, 64)
+    page_size = 64
+    capture_widths: tuple[int, ...] = (1, 3)
+
+    @property
+    def heads(self) -> int:  # type: ignore[override]
+        return self.sizes[0]
+
+    @property
+    def kv_heads(self) -> int:  # type: ignore[override]
+        return self.sizes[1]
+
+    @property
+    def queries(self) -> tuple[tuple[int, ...], ...]:  # type: ignore[override]
+        return ((self.sizes[0], self.sizes[2]),)
+
+    @property
+    def entries(self) -> dict[str, tuple[int, ...]]:  # type: ignore[override]
+        return {"k": self.sizes[1:], "v": self.sizes[1:]}
+
+    def facts(self) -> ModelFacts:
+        return replace(super().facts(), head_dim=self.sizes[2])
+
+    def layer(self, generator: torch.Generator) -> MhaCase:
+        return MhaCase(*self.sizes[:2], head_dim=self.sizes[2], scale=self.sizes[2] ** -0.5)
+
+    def definition(self, queries: list[Tensor], history: list[Tensor], layer: MlaCase | MhaCase) -> Tensor:
+        """On the device, which computes in float64 faster."""
+        moved = [[x.to(self.device) for x in given] for given in (queries, history)]
+        return super().definition(*moved, layer).cpu()
+
+    @pytest.mark.parametrize("first_key", [0, 1])
+    def test_a_graph_replays_decoding_steps(self, first_key: int) -> None:
+        """Captured over rows that are all padding, replayed with other lengths, pages and tokens each time."""
+        if first_key and not self.first_key:
+            pytest.skip("this backend reads every position")
+        for width in self.capture_widths:
+            generator = torch.Generator().manual_seed(width)
+            layer, backend, slot = self.layer(generator), self.backend(self.page_size), object()
+            worlds = [self.decoding(number, width, first_key) for number in range(3)]
+            pool = {name: torch.cat([world.pools[name] for world in worlds]) for name in self.entries}
+            for cache in pool.values():
+                cache[: self.page_size] = 0.0
+            backend.reserve(worlds[0].limits((pool,)))
+            static = self.padded(width, first_key)
+            given = [torch.zeros(static.num_tokens, *shape, device=self.device, dtype=self.dtype)
+                     for shape in (*self.queries, *self.entries.values())]
+            backend.plan_step(static, slot)
+            backend.mha(*given, layer)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = backend.mha(*given, layer)
+            offset, real = 0, 4 * width
+            for world in worlds:
+                for x in given:
+                    x.copy_(torch.randn(x.shape, generator=generator))
+                self.refill(static, world.batch, offset, self.page_size)
+                backend.plan_step(static, slot)
+                out.fill_(float("nan"))
+                graph.replay()
+                replayed = out.clone()
+                assert torch.isfinite(replayed).all()
+                backend.plan_step(static, None)
+                torch.testing.assert_close(replayed[:real], backend.mha(*given, layer)[:real], rtol=self.error,
+                                           atol=self.error)
+                offset += world.num_pages
+
+    def decoding(self, seed: int, width: int, first_key: int) -> World:
+        lengths = np.random.default_rng(seed).integers(1, 700, 4)
+        world = make_world([Row(int(n) + width + first_key, width) for n in lengths], self.page_size, seed, 12)
+        world.batch.first_key = first_key
+        for name, shape in self.entries.items():
+            world.fill(name, shape, torch.Generator().manual_seed(seed), self.cached)
+        world.move(self.device, self.cached)
+        return world
+
+    def padded(self, width: int, first_key: int) -> Batch:
+        """A slot's batch of six rows, all of them padding so far."""
+        world = make_world([Row(width + first_key, width) for _ in range(6)], self.page_size, 0)
+        world.move(self.device, self.cached)
+        batch = world.batch
+        batch.first_key = first_key
+        batch.pages = np.zeros((6, 24), np.int32)
+        batch.page_table = torch.zeros(6, 24, dtype=torch.int32, device=self.device)
+        batch.slots.zero_()
+        return batch
+
+    @staticmethod
+    def refill(static: Batch, batch: Batch, offset: int, page_size: int) -> None:
+        """Put the rows of ``batch`` first, their pages ``offset`` further on; the last rows stay padding."""
+        rows, tokens, columns = batch.num_rows, batch.num_tokens, batch.page_table.shape[1]
+        moved = batch.page_table + offset * (batch.page_table > 0)
+        static.page_table[:rows, :columns] = moved[:, : static.page_table.shape[1]]
+        static.pages[:] = static.page_table.cpu().numpy()
+        static.kv_lens_device[:rows] = batch.kv_lens_device
+        static.kv_lens[:rows] = batch.kv_lens
+        static.slots[:tokens] = batch.slots + offset * page_size
+
+
+class TestTriton(GpuMhaSuite):
+    def make(self, plan: EnginePlan, worker: Worker) -> AttentionBackend:
+        pytest.importorskip("triton")
+        from glowplug.plugins.attention.triton_mha import TritonMhaOptions
+        from glowplug.plugins.attention.triton_mha_runtime import TritonMha
+
+        return TritonMha(TritonMhaOptions(), plan, worker)
+
+
+class TestTritonAtSmolLm(TestTriton):
+    """Three query heads share a key head, and heads have 64 numbers, of which float16 holds each."""
+
+    sizes, page_sizes, dtype, error = (9, 3, 64), (16,), torch.float16, 3e-3
+
+
+class TestTritonMqa(TestTriton):
+    """More query heads than a block holds, of an odd size."""
+
+    sizes, page_sizes = (71, 1, 96), (64,)
+
+
+class TestTritonFp8(TestTriton):
+    kv_dtype, error, page_sizes = torch.float8_e4m3fn, 2e-2, (16, 64)
+
+
+class TestTritonFp8E5m2(TestTriton):
+    kv_dtype, error, page_sizes = torch.float8_e5m2, 2e-2, (64,)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+class TestFa3(GpuMhaSuite):
+    def make(self, plan: EnginePlan, worker: Worker) -> AttentionBackend:
+        pytest.importorskip("sgl_kernel")
+        from glowplug.plugins.attention.fa3_mha import Fa3MhaOptions
+        from glowplug.plugins.attention.fa3_mha_runtime import Fa3Mha
+
+        return Fa3Mha(Fa3MhaOptions(), plan, worker)
+
+
+class TestFa3AtSmolLm(TestFa3):
+    sizes, page_sizes, dtype, error = (9, 3, 64), (16,), torch.float16, 3e-3
+
+
+class TestFa3LargePages(TestFa3):
+    sizes, page_sizes, page_size = (12, 4, 96), (128,), 128
