@@ -7,6 +7,7 @@ costs nothing, because the names are put around the methods only then.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import re
 import time
@@ -42,17 +43,21 @@ def step_phases(scheduler: Scheduler, runner: Runner) -> list[Named]:
 
 
 class Profiler:
-    """One rank's profiler. ``start`` and ``stop`` are Control handlers; ``named``: methods to show in a trace."""
+    """One rank's profiler. ``start`` and ``stop`` are Control handlers; ``named``: methods to show in a trace, the last
+    of which ends a step.
+    """
 
     def __init__(self, rank: int, device: str, named: Sequence[Named] = ()) -> None:
         self.rank = rank
         self._cuda = device.startswith("cuda")
         self._active: Any = None
-        self._label = ""
+        self._label, self._steps_left, self._written = "", 0, ""
         self._named, self._hidden = tuple(named), list[tuple[object, str]]()
 
     def start(self, args: dict[str, Any]) -> dict[str, Any]:
-        """Begin a trace. RequestError when one runs already or the label is not plain."""
+        """Begin a trace, of ``num_steps`` steps or until ``stop``. RequestError when one runs already or the label is
+        not plain.
+        """
         label = str(args.get("label") or "trace")
         if not LABEL.fullmatch(label):
             raise RequestError("a profile label has 1 to 64 letters, digits, '-' or '_'", param="label")
@@ -61,16 +66,22 @@ class Profiler:
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if self._cuda:
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
-        self._label = label
+        self._label, self._steps_left, self._written = label, int(args.get("num_steps") or 0), ""
         self._active = torch.profiler.profile(activities=kinds)
         self._name_phases()
         self._active.start()
         return {}
 
     def stop(self, args: dict[str, Any]) -> dict[str, Any]:
-        """End the trace and write it; returns the file's name."""
-        if self._active is None:
+        """End the trace and write it; returns the file's name, also of one that has ended by itself."""
+        if self._active is None and not self._written:
             raise RequestError("no profile is running")
+        if self._active is not None:
+            self._finish()
+        written, self._written = self._written, ""
+        return {"file": written}
+
+    def _finish(self) -> None:
         active, self._active = self._active, None
         active.stop()
         for owner, method in self._hidden:
@@ -83,14 +94,34 @@ class Profiler:
             active.export_chrome_trace(str(folder / name))
         except OSError as error:
             raise RequestError(f"the trace could not be written: {error.strerror}") from error
-        return {"file": name}
+        self._written = name
 
     def _name_phases(self) -> None:
         """Puts a range around each method, as an attribute of the object that hides it."""
         for owner, method, name in self._named:
             if hasattr(owner, "__dict__") and method not in vars(owner):
-                setattr(owner, method, ranged(getattr(owner, method), name))
+                shown = ranged(getattr(owner, method), name)
+                last = owner is self._named[-1][0] and method == self._named[-1][1]
+                setattr(owner, method, self._counted(shown) if last and self._steps_left else shown)
                 self._hidden.append((owner, method))
+
+    def _counted(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        """``work``, and the end of the trace behind its ``num_steps``-th call."""
+        def run(*args: Any, **kwargs: Any) -> Any:
+            result = work(*args, **kwargs)
+            self._steps_left -= 1
+            if not self._steps_left:
+                self._end_quietly()
+            return result
+
+        return run
+
+    def _end_quietly(self) -> None:
+        """NOTE: nobody waits for an answer here, and a trace that cannot be written must not end the engine."""
+        try:
+            self._finish()
+        except RequestError as error:
+            logging.getLogger("glowplug").warning("%s", error)
 
 
 def ranged(work: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from glowplug.entrypoints.bench.datasets import Prompt
-from glowplug.entrypoints.bench.http_stream import Connection, Target, events
+from glowplug.entrypoints.bench.http_stream import Piece, Target, events, exchange, read_answer
 
 Payload = dict[str, Any]
 
@@ -142,33 +142,57 @@ BACKENDS = {
 }
 
 
-async def ask(target: Target, backend: Backend, prompt: Prompt, request: Request) -> Outcome:
-    """Send one prompt and read its whole stream. Never raises for what the server does: ``error`` says it."""
-    outcome = Outcome(prompt.input_len)
+@dataclass
+class Asked:
+    """An exchange that is over and not read yet. ``pieces``: the answer's bytes; ``error``: why there are none."""
+
+    prompt_tokens: int
+    start: float = 0.0
+    end: float = 0.0
+    pieces: list[Piece] = field(default_factory=list)
+    error: str = ""
+
+    @property
+    def size(self) -> int:
+        return sum(len(piece) for _, piece in self.pieces)
+
+
+async def ask(target: Target, backend: Backend, prompt: Prompt, request: Request) -> Asked:
+    """Send one prompt and take its whole stream in. Never raises for what the server does: ``error`` says it."""
+    asked = Asked(prompt.input_len)
     payload = backend.build(prompt, request)
-    outcome.start = time.perf_counter()
+    asked.start = time.perf_counter()
     try:
-        async with Connection(target) as connection:
-            reply = await connection.request("POST", backend.path, payload)
-            if reply.status != 200:
-                body = (await reply.read()).decode(errors="replace")
-                outcome.error = f"HTTP {reply.status}: {body[:500]}"
-            else:
-                await _read_stream(reply.body, backend, outcome)
+        asked.pieces = await exchange(target, "POST", backend.path, payload)
+    except OSError as error:
+        asked.error = f"{type(error).__name__}: {error}"
+    asked.end = time.perf_counter()
+    return asked
+
+
+def outcome_of(asked: Asked, backend: Backend) -> Outcome:
+    """What the answer says. Never raises for what the server did."""
+    outcome = Outcome(asked.prompt_tokens, start=asked.start, error=asked.error)
+    try:
+        if not outcome.error:
+            _read(asked, backend, outcome)
     except (OSError, EOFError, ValueError) as error:
         outcome.error = f"{type(error).__name__}: {error}"
-    outcome.end = outcome.arrivals[-1] if outcome.ok and outcome.arrivals else time.perf_counter()
+    outcome.end = outcome.arrivals[-1] if outcome.ok and outcome.arrivals else asked.end
     if outcome.ok and not outcome.arrivals:
         outcome.error = "the server sent no token"
     return outcome
 
 
-async def _read_stream(body: Any, backend: Backend, outcome: Outcome) -> None:
-    async for data in events(body):
-        now = time.perf_counter()
+def _read(asked: Asked, backend: Backend, outcome: Outcome) -> None:
+    answer = read_answer(asked.pieces)
+    if answer.status != 200:
+        outcome.error = f"HTTP {answer.status}: {answer.read().decode(errors='replace')[:500]}"
+        return
+    for at, data in events(answer.pieces):
         event = orjson.loads(data)
         if "error" in event:
             outcome.error = f"in the stream: {event['error']}"[:500]
         elif backend.read(event, outcome):
-            outcome.arrivals.append(now)
+            outcome.arrivals.append(at)
     outcome.output_tokens = outcome.output_tokens or len(outcome.arrivals)

@@ -7,7 +7,6 @@ over HTTP and compares with the offline engine.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import random
 import sys
 import time
@@ -16,6 +15,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from glowplug.core.errors import GlowplugError
+from glowplug.entrypoints import event_loop
 from glowplug.entrypoints.bench import report
 from glowplug.entrypoints.bench.backends import BACKENDS, Request
 from glowplug.entrypoints.bench.datasets import Prompt
@@ -145,10 +145,10 @@ def _serving(args: argparse.Namespace, llm: LLM, config: dict[str, Any], rounds:
 
 def _served(target: Target, prompts: Ids, count: int) -> float:
     requests = [Prompt(len(ids), count, ids=ids) for ids in prompts]
-    status, body = asyncio.run(call(target, "POST", "/flush_cache", {}))
+    status, body = event_loop.run(call(target, "POST", "/flush_cache", {}))
     if status != 200:
         raise RuntimeError(f"POST /flush_cache answered {status}: {body.decode(errors='replace')[:300]}")
-    outcomes, seconds = asyncio.run(drive(target, BACKENDS["glowplug"], Request(MODEL), requests, Load(),
+    outcomes, seconds = event_loop.run(drive(target, BACKENDS["glowplug"], Request(MODEL), requests, Load(),
                                           lambda: None))
     failed = [outcome.error for outcome in outcomes if not outcome.ok]
     if failed:

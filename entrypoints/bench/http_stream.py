@@ -1,19 +1,23 @@
-"""A small HTTP/1.1 client on asyncio streams: one request a connection, the body handed on as it arrives.
+"""A small HTTP/1.1 client: one request a connection, what arrives kept with its time and read afterwards.
 
-It exists so that the load generator costs as little as possible: no connection pool and no layers between the socket
-and the time stamp.
+It exists so that the load generator costs as little as possible: while answers come in, a piece of one is a time stamp
+and an entry in a list. Nothing is parsed before the whole answer is there.
 """
 from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
 from urllib.parse import urlsplit
 
 import orjson
 
-LIMIT = 1 << 20  #: bytes of one header block or chunk line
+HEAD_END, BODY_END = b"\r\n\r\n", b"0\r\n\r\n"
+
+Piece = tuple[float, bytes]  #: time of arrival, ``time.perf_counter``
 
 
 @dataclass(frozen=True)
@@ -32,94 +36,147 @@ class Target:
         secure = parts.scheme == "https"
         return parts.hostname, parts.port or (443 if secure else 80), secure, parts.path.rstrip("/")
 
+    def request(self, method: str, path: str, payload: object = None) -> bytes:
+        """The request's bytes."""
+        host, port, _, prefix = self.address()
+        body = b"" if payload is None else orjson.dumps(payload)
+        lines = [f"{method} {prefix}{path} HTTP/1.1", f"Host: {host}:{port}", "Connection: close", "Accept: */*",
+                 "Content-Type: application/json", f"Content-Length: {len(body)}"]
+        lines += [f"{name}: {value}" for name, value in self.headers]
+        return "\r\n".join(lines).encode() + HEAD_END + body
+
 
 @dataclass
-class Reply:
-    """Status, lower-case headers, and the body as an iterator of byte pieces."""
+class Answer:
+    """Status, lower-case headers, and the body's pieces as they came, transfer coding undone."""
 
     status: int
     headers: dict[str, str]
-    body: AsyncIterator[bytes] = field(repr=False)
+    pieces: list[Piece]
 
-    async def read(self) -> bytes:
-        return b"".join([piece async for piece in self.body])
+    def read(self) -> bytes:
+        return b"".join(piece for _, piece in self.pieces)
 
 
-class Connection:
-    """``async with Connection(target) as c: reply = await c.request("POST", "/path", {...})``."""
-
-    def __init__(self, target: Target) -> None:
-        self.target = target
-
-    async def __aenter__(self) -> Connection:
-        host, port, secure, self.prefix = self.target.address()
-        context = ssl.create_default_context() if secure else None
-        self.reader, self.writer = await asyncio.open_connection(host, port, ssl=context, limit=LIMIT)
-        self.host = f"{host}:{port}"
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        self.writer.close()
-
-    async def request(self, method: str, path: str, payload: object = None) -> Reply:
-        """Send one request. ConnectionError or ValueError when the answer is not HTTP."""
-        body = b"" if payload is None else orjson.dumps(payload)
-        lines = [f"{method} {self.prefix}{path} HTTP/1.1", f"Host: {self.host}", "Connection: close",
-                 "Accept: */*", "Content-Type: application/json", f"Content-Length: {len(body)}"]
-        lines += [f"{name}: {value}" for name, value in self.target.headers]
-        self.writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
-        await self.writer.drain()
-        return await self._reply()
-
-    async def _reply(self) -> Reply:
-        try:
-            head = await self.reader.readuntil(b"\r\n\r\n")
-        except asyncio.IncompleteReadError as error:
-            raise ConnectionError("the server closed the connection without an answer") from error
-        first, *rest = head.decode("latin-1").split("\r\n")
-        headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in rest)}
-        return Reply(int(first.split(" ", 2)[1]), headers, self._body(headers))
-
-    def _body(self, headers: dict[str, str]) -> AsyncIterator[bytes]:
-        if headers.get("transfer-encoding", "").lower() == "chunked":
-            return self._chunked()
-        return self._plain(int(headers.get("content-length", "-1")))
-
-    async def _chunked(self) -> AsyncIterator[bytes]:
-        while size := int((await self.reader.readline()).split(b";")[0] or b"0", 16):
-            piece = await self.reader.readexactly(size + 2)
-            yield piece[:-2]
-
-    async def _plain(self, length: int) -> AsyncIterator[bytes]:
-        while length:
-            piece = await self.reader.read(65536)
-            if not piece:
-                if length > 0:
-                    raise ConnectionError(f"the answer ended {length} bytes early")
-                return
-            length -= len(piece) if length > 0 else 0
-            yield piece
+async def exchange(target: Target, method: str, path: str, payload: object = None) -> list[Piece]:
+    """One exchange: the answer's bytes as they came. OSError without a connection, TimeoutError after its timeout."""
+    host, port, secure, _ = target.address()
+    loop = asyncio.get_running_loop()
+    request = target.request(method, path, payload)
+    transport, protocol = await loop.create_connection(
+        lambda: _Collector(request, loop.create_future()), host, port,
+        ssl=ssl.create_default_context() if secure else None)
+    try:
+        async with asyncio.timeout(target.timeout):
+            return await protocol.done
+    finally:
+        transport.close()
 
 
 async def call(target: Target, method: str, path: str, payload: object = None) -> tuple[int, bytes]:
     """One whole exchange: (status, body)."""
-    async with asyncio.timeout(target.timeout), Connection(target) as connection:
-        reply = await connection.request(method, path, payload)
-        return reply.status, await reply.read()
+    answer = read_answer(await exchange(target, method, path, payload))
+    return answer.status, answer.read()
 
 
-async def events(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The ``data:`` values of a server-sent event stream, the final ``[DONE]`` left out.
+class _Collector(asyncio.Protocol):
+    """Sends the request, stamps what comes. ``done`` holds it once the answer is complete or the server has closed."""
+
+    def __init__(self, request: bytes, done: asyncio.Future[list[Piece]]) -> None:
+        self.done = done
+        self._request, self._pieces = request, list[Piece]()
+        self._tail = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast(asyncio.Transport, transport).write(self._request)  # uvloop's is no subclass
+
+    def data_received(self, data: bytes) -> None:
+        self._pieces.append((time.perf_counter(), data))
+        self._tail = data if len(data) >= len(BODY_END) else self._tail[-len(BODY_END):] + data
+        # NOTE: servers may close late, and the next request waits for this one's end.
+        if self._tail.endswith(BODY_END) and _is_whole(self._pieces):
+            self._end()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if exc is not None and not self.done.done():
+            self.done.set_exception(exc)
+        self._end()
+
+    def _end(self) -> None:
+        if not self.done.done():
+            self.done.set_result(self._pieces)
+
+
+def _is_whole(pieces: Sequence[Piece]) -> bool:
+    """Has the last chunk of a chunked answer come? (What looks like it may be part of a body.)"""
+    try:
+        read_answer(pieces)
+    except ConnectionError:
+        return False
+    return True
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+def read_answer(pieces: Sequence[Piece]) -> Answer:
+    """ConnectionError for an answer that ended early, ValueError for what is not HTTP."""
+    head, rest = _split_head(pieces)
+    first, *lines = head.decode("latin-1").split("\r\n")
+    headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    if headers.get("transfer-encoding", "").lower() == "chunked":
+        body = list(_dechunked(rest))
+    else:
+        body = rest
+        missing = int(headers.get("content-length", "0")) - sum(len(piece) for _, piece in rest)
+        if missing > 0:
+            raise ConnectionError(f"the answer ended {missing} bytes early")
+    return Answer(int(first.split(" ", 2)[1]), headers, body)
+
+
+def _split_head(pieces: Sequence[Piece]) -> tuple[bytes, list[Piece]]:
+    """The head, and the pieces behind it."""
+    head = b""
+    for index, (at, piece) in enumerate(pieces):
+        head += piece
+        end = head.find(HEAD_END)
+        if end >= 0:
+            behind = head[end + len(HEAD_END):]
+            return head[:end], [(at, behind)] * bool(behind) + list(pieces[index + 1:])
+    raise ConnectionError("the server closed the connection without an answer")
+
+
+def _dechunked(pieces: Sequence[Piece]) -> Iterator[Piece]:
+    """The data of each chunk, with the time at which its end came. ConnectionError without the last, empty chunk."""
+    held = b""
+    for at, piece in pieces:
+        held = held + piece if held else piece
+        start = 0
+        while (line := held.find(b"\r\n", start)) >= 0:
+            size = int(held[start:line].split(b";")[0], 16)
+            end = line + 2 + size
+            if not size and held.find(HEAD_END, line) >= 0:
+                return
+            if not size or len(held) < end + 2:
+                break
+            yield at, held[line + 2 : end]
+            start = end + 2
+        held = held[start:]
+    raise ConnectionError("the answer ended within its body")
+
+
+def events(pieces: Sequence[Piece]) -> Iterator[Piece]:
+    """(time, value) of every ``data:`` line of a server-sent event stream, the final ``[DONE]`` left out.
 
     EOFError when the stream ends without ``[DONE]``: it was cut, whatever its status said.
     """
     rest = b""
-    async for piece in body:
+    for at, piece in pieces:
         *lines, rest = (rest + piece).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
                 value = line[5:].strip()
                 if value == b"[DONE]":
                     return
-                yield value
+                yield at, value
     raise EOFError("the stream ended without [DONE]")

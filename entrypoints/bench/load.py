@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from glowplug.entrypoints.bench.backends import Backend, Outcome, Request, ask
+from glowplug.entrypoints.bench.backends import Asked, Backend, Outcome, Request, ask, outcome_of
 from glowplug.entrypoints.bench.datasets import Prompt
 from glowplug.entrypoints.bench.http_stream import Target
+
+MOST_HELD = 256 << 20  #: bytes of answers kept before some are read during the run
 
 
 @dataclass(frozen=True)
@@ -47,20 +49,49 @@ async def _departures(load: Load, prompts: Sequence[Prompt]) -> AsyncIterator[Pr
 
 async def drive(target: Target, backend: Backend, request: Request, prompts: Sequence[Prompt], load: Load,
                 finished: Callable[[], None]) -> tuple[list[Outcome], float]:
-    """Send everything; (outcomes in the prompts' order, seconds from the first request to the last token)."""
+    """Send everything; (outcomes in the prompts' order, seconds from the first request to the end of the last)."""
     gate: AbstractAsyncContextManager[object] = (
         asyncio.Semaphore(load.concurrency) if load.concurrency else nullcontext())
+    answers = _Answers(backend)
 
-    async def one(prompt: Prompt) -> Outcome:
+    async def one(index: int, prompt: Prompt) -> None:
         async with gate:
-            outcome = await ask(target, backend, prompt, request)
+            asked = await ask(target, backend, prompt, request)
+        answers.take(index, asked)
         finished()
-        return outcome
 
-    start = time.perf_counter()
-    tasks = [asyncio.create_task(one(prompt)) async for prompt in _departures(load, prompts)]
-    outcomes = list(await asyncio.gather(*tasks))
-    return outcomes, time.perf_counter() - start
+    start, tasks = time.perf_counter(), list[asyncio.Task[None]]()
+    async for prompt in _departures(load, prompts):
+        tasks.append(asyncio.create_task(one(len(tasks), prompt)))
+    await asyncio.gather(*tasks)
+    seconds = time.perf_counter() - start
+    return answers.outcomes(), seconds
+
+
+class _Answers:
+    """Answers by the place of their prompt, read at the end, or before when they are too many to keep."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._asked: dict[int, Asked] = {}
+        self._read: dict[int, Outcome] = {}
+        self._held = 0
+
+    def take(self, index: int, asked: Asked) -> None:
+        self._asked[index] = asked
+        self._held += asked.size
+        if self._held > MOST_HELD:
+            self._read_all()
+
+    def _read_all(self) -> None:
+        for index, asked in self._asked.items():
+            self._read[index] = outcome_of(asked, self._backend)
+        self._asked.clear()
+        self._held = 0
+
+    def outcomes(self) -> list[Outcome]:
+        self._read_all()
+        return [self._read[index] for index in sorted(self._read)]
 
 
 def progress(total: int, enabled: bool) -> tuple[Callable[[], None], Callable[[], None]]:

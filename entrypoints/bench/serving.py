@@ -14,8 +14,9 @@ from typing import Any
 
 import orjson
 
+from glowplug.entrypoints import event_loop
 from glowplug.entrypoints.bench import datasets, metrics, report
-from glowplug.entrypoints.bench.backends import BACKENDS, Outcome, Request, ask
+from glowplug.entrypoints.bench.backends import BACKENDS, Outcome, Request, ask, outcome_of
 from glowplug.entrypoints.bench.http_stream import Target, call
 from glowplug.entrypoints.bench.load import Load, drive, progress
 from glowplug.entrypoints.bench.serving_options import configure as configure
@@ -35,7 +36,7 @@ class Server:
 def run(args: argparse.Namespace) -> int:
     """Exit status 0 when every request succeeded, 1 when some failed, 2 when the run could not start."""
     try:
-        return asyncio.run(_run(args))
+        return event_loop.run(_run(args))
     except (OSError, ValueError) as error:
         print(f"glowplug bench serving: {error}", file=sys.stderr)
         return 2
@@ -138,7 +139,7 @@ async def _measure_one(args: argparse.Namespace, target: Target, server: Server,
     backend = BACKENDS[args.backend]
     request = Request(server.model, args.temperature, not args.disable_ignore_eos, args.extra_request_body)
     for _ in range(args.warmup_requests):
-        outcome = await ask(target, backend, prompts[0], request)
+        outcome = outcome_of(await ask(target, backend, prompts[0], request), backend)
         if not outcome.ok:
             raise ValueError(f"the warm-up request failed: {outcome.error}")
     if args.flush_cache:

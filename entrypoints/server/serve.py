@@ -24,6 +24,7 @@ from glowplug.core.plan import EnginePlan
 from glowplug.core.plugins import PluginSet
 from glowplug.core.protocols import Executor, OutputParserFactory, Worker
 from glowplug.core.tokenizer import Tokenizer
+from glowplug.entrypoints import event_loop
 from glowplug.entrypoints.client import EngineClient
 from glowplug.entrypoints.follow import follow
 from glowplug.entrypoints.launch import eos_ids, make_executor, open_tokenizer, start_executor
@@ -99,8 +100,7 @@ def serve_until_done(plan: EnginePlan, tokenizer: Tokenizer | None, parsers: Seq
             os._exit(code)
         return code
 
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(serve())
+    return event_loop.run(serve())
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -225,11 +225,3 @@ class Server:
             os._exit(SECOND_SIGNAL_EXIT)
         self._context.draining = True
         self._signalled.set()
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop

@@ -12,9 +12,10 @@ from typing import Any
 import httpx
 
 from glowplug.core.protocols import OutputParserFactory
+from glowplug.entrypoints import event_loop
 from glowplug.entrypoints.client import EngineClient
 from glowplug.entrypoints.server import create_app
-from glowplug.entrypoints.server.serve import Server, _loop_factory, bind
+from glowplug.entrypoints.server.serve import Server, bind
 from tests.e2e.fake_engine import FakeExecutor, make_plan, make_tokenizer
 
 
@@ -32,8 +33,7 @@ class Served:
         self._thread.start()
 
     def _run(self) -> None:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(self._serve())
+        event_loop.run(self._serve())
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -8,16 +8,16 @@ import json
 import math
 import random
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from glowplug.entrypoints import bench
 from glowplug.entrypoints.bench import datasets, metrics, table
-from glowplug.entrypoints.bench.backends import BACKENDS, Outcome, Request, ask
-from glowplug.entrypoints.bench.http_stream import Target, events
-from glowplug.entrypoints.bench.load import Load, gaps
+from glowplug.entrypoints.bench.backends import BACKENDS, Outcome, Request, ask, outcome_of
+from glowplug.entrypoints.bench.http_stream import Target, events, read_answer
+from glowplug.entrypoints.bench.load import Load, drive, gaps
 
 FIRST, GAP = 0.05, 0.01  #: seconds before the first token, and between tokens
 
@@ -135,7 +135,7 @@ def parsed(*words: str) -> argparse.Namespace:
 def test_every_backend_measures_what_the_server_did(server: FakeServer, name: str) -> None:
     backend = BACKENDS[name]
     prompt = datasets.Prompt(5, 6, text="hello", ids=[1, 2, 3, 4, 5] if backend.takes_ids else None)
-    outcome = asyncio.run(ask(server.target, backend, prompt, Request("tiny")))
+    outcome = outcome_of(asyncio.run(ask(server.target, backend, prompt, Request("tiny"))), backend)
     assert outcome.ok, outcome.error
     assert outcome.output_tokens == len(outcome.arrivals) == 6
     assert outcome.prompt_tokens == 7
@@ -151,7 +151,8 @@ def test_every_backend_measures_what_the_server_did(server: FakeServer, name: st
 @pytest.mark.parametrize(("fault", "said"), [("refuse", "HTTP 400"), ("cut", "[DONE]"), ("error", "engine died")])
 def test_a_fault_fails_its_request_and_is_named(server: FakeServer, fault: str, said: str) -> None:
     request = Request("tiny", extra={"fault": fault})
-    outcome = asyncio.run(ask(server.target, BACKENDS["openai"], datasets.Prompt(1, 4, text="x"), request))
+    backend = BACKENDS["openai"]
+    outcome = outcome_of(asyncio.run(ask(server.target, backend, datasets.Prompt(1, 4, text="x"), request)), backend)
     assert not outcome.ok
     assert said in outcome.error
 
@@ -270,14 +271,34 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
 def test_events_survive_any_split(size: int) -> None:
     data = b'data: {"a": 1}\n\n: comment\n\ndata: {"b": "\xc3\xa9"}\r\n\r\ndata: [DONE]\n\n'
 
-    async def pieces() -> AsyncIterator[bytes]:
-        for start in range(0, len(data), size):
-            yield data[start:start + size]
+    pieces = [(float(start), data[start:start + size]) for start in range(0, len(data), size)]
+    assert [value for _, value in events(pieces)] == [b'{"a": 1}', b'{"b": "\xc3\xa9"}']
 
-    async def collect() -> list[bytes]:
-        return [event async for event in events(pieces())]
 
-    assert asyncio.run(collect()) == [b'{"a": 1}', b'{"b": "\xc3\xa9"}']
+@pytest.mark.parametrize("size", [1, 2, 5, 7, 1000])
+def test_a_chunked_answer_survives_any_split_and_keeps_its_times(size: int) -> None:
+    """Each chunk has the time at which its end came; what looks like the end of the answer within it is not."""
+    chunks = [b"data: one\n\n", b"10\r\n\r\n", b"x" * 300]
+    sent = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    ends = []
+    for chunk in chunks:
+        sent += b"%x\r\n%b\r\n" % (len(chunk), chunk)
+        ends.append((len(sent) - 1) // size)
+    sent += b"0\r\n\r\n"
+    pieces = [(float(at // size), sent[at : at + size]) for at in range(0, len(sent), size)]
+    answer = read_answer(pieces)
+    assert answer.status == 200
+    assert answer.pieces == list(zip(map(float, ends), chunks, strict=True))
+    for short in range(len(pieces) - 1):
+        with pytest.raises(ConnectionError):
+            read_answer(pieces[:short])
+
+
+def test_answers_too_many_to_keep_are_read_during_the_run(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("glowplug.entrypoints.bench.load.MOST_HELD", 0)
+    prompts = [datasets.Prompt(1, count, text="x") for count in (2, 5, 3)]
+    outcomes, _ = asyncio.run(drive(server.target, BACKENDS["openai"], Request("tiny"), prompts, Load(), lambda: None))
+    assert [outcome.output_tokens for outcome in outcomes] == [2, 5, 3]
 
 
 @pytest.mark.parametrize("words", [

@@ -66,3 +66,25 @@ def test_a_result_passes_through_and_a_failure_too(tmp_path: Path, monkeypatch: 
     assert vars(part) == {}
     with pytest.raises(RequestError, match="no profile"):
         profiler.stop({})
+
+
+def test_a_trace_of_so_many_steps_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Part:
+        def work(self) -> None:
+            pass
+
+    part = Part()
+    monkeypatch.setenv("GLOWPLUG_PROFILE_DIR", str(tmp_path))
+    profiler = Profiler(0, "cpu", [(part, "work", "stepping")])
+    profiler.start({"label": "a", "num_steps": 2})
+    part.work()
+    assert not list(tmp_path.iterdir())
+    part.work()
+    (trace,) = tmp_path.iterdir()
+    part.work()
+    assert not vars(part)
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert [event["name"] for event in events if event.get("cat") == "user_annotation"] == ["stepping"] * 2
+    assert profiler.stop({}) == {"file": trace.name}
+    with pytest.raises(RequestError, match="no profile"):
+        profiler.stop({})
