@@ -1,12 +1,13 @@
 """What a model family and its layers receive while they build. Everything a layer binds, it binds here, once."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from glowplug.core.facts import ModelFacts
 from glowplug.core.parallel_stack import ParallelStack
 from glowplug.core.protocols import AttentionBackend, Collectives, Ops, QuantizationScheme, Worker
+from glowplug.core.segments import Cuts
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +24,7 @@ class BuildContext:
         scheme: the chosen quantization scheme; ``plain`` is used for modules it does not cover.
         parallel: the strategies in order, as one; layers ask it for their shards.
         attention: the backend every attention layer calls.
+        cuts: through which layers call what a captured pass has to leave out, attention above all.
         first_layer: KV-pool number of this model's first layer (a draft model's layers follow the target's).
     """
 
@@ -36,6 +38,7 @@ class BuildContext:
     collectives: Collectives
     attention: AttentionBackend
     ops: Ops
+    cuts: Cuts = field(default_factory=Cuts)
     first_layer: int = 0
     spare: int = 0
 

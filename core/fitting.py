@@ -26,7 +26,7 @@ from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Collectives, GraphRunner, Limits, Model, Worker
 from glowplug.core.runner import Runner
 from glowplug.core.sizing import human
-from glowplug.core.warmup import FEW_PAGES, most_logits, most_rows, most_tokens, warm_up
+from glowplug.core.warmup import FEW_PAGES, most_captured, most_logits, most_tokens, warm_up
 
 RUNTIME = "cuda runtime"
 FIXES = ("a smaller scheduler.chunk_size, fewer scheduler.max_running_requests, a smaller memory.fraction, "
@@ -129,12 +129,12 @@ class RankMemory:
 
         NOTE: a captured step is for the longest context, as its kernels' splits are those of every replay.
         """
-        shapes = runner.graphs.shapes(self.plan)
+        shapes, counts = runner.graphs.shapes(self.plan), self.plan.sizes.pass_tokens
         if not shapes:
             return 0
         most = max(rows for _, rows, _ in shapes)
-        claimed = self._peak(runner, "graphs", partial(most_rows, runner, self.plan, most))
-        driver = driver_bytes(len(shapes), self.plan.facts.model.num_layers)
+        claimed = self._peak(runner, "graphs", partial(most_captured, runner, self.plan, most))
+        driver = driver_bytes(len(shapes), self.plan.facts.model.num_layers, len(counts))
         self.meter.lines["graphs"] += driver
         return claimed + driver
 
@@ -214,6 +214,9 @@ class _NoGraphs:
     """In place of a graph runner while no step is to be replayed."""
 
     def slot_for(self, batch: Batch) -> None:
+        return None
+
+    def pass_for(self, batch: Batch) -> None:
         return None
 
 

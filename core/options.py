@@ -72,6 +72,11 @@ class GraphOptions(Options):
         """Batch sizes to capture where ``rows`` sequences may run, ascending; none without capture."""
         return ()
 
+    def token_counts(self, tokens: int) -> tuple[int, ...]:
+        """Numbers of tokens for which to capture the model's pass in steps with prompts in them, ascending, where such
+        a step has ``tokens`` at most; none without capture."""
+        return ()
+
 
 class CacheOptions(Options):
     pass

@@ -67,6 +67,7 @@ class Sizes:
     lookahead: int = 0  #: tokens behind a step's own for which a row has cache pages, because a draft writes there
     least_pages: int = 0  #: with fewer pages, once memory has been measured, nothing is served; 0: ``num_pages``
     most_pages: int = 0  #: what the pool grows to where memory is measured to be left; 0: ``num_pages``
+    pass_tokens: tuple[int, ...] = ()  #: token counts, ascending, whose passes over prompts are captured in pieces
 
     @property
     def positions(self) -> int:

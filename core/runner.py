@@ -18,7 +18,7 @@ from glowplug.core.host_copy import Copy, HostCopier
 from glowplug.core.placement import send, slots_at
 from glowplug.core.protocols import AttentionBackend, GraphRunner, Model, Sampler, SpeculativeAlgorithm
 from glowplug.core.rows import SequenceTable
-from glowplug.core.segments import DIRECT
+from glowplug.core.segments import DIRECT, Cuts
 
 
 @dataclass(eq=False)
@@ -68,9 +68,10 @@ class Runner:
     """Executes batches on one rank. Owns no request state; reads the sequence table."""
 
     def __init__(self, *, model: Model, attention: AttentionBackend, speculative: SpeculativeAlgorithm,
-                 sampler: Sampler, graphs: GraphRunner, table: SequenceTable, device: str) -> None:
+                 sampler: Sampler, graphs: GraphRunner, table: SequenceTable, device: str,
+                 cuts: Cuts | None = None) -> None:
         self.model, self.attention, self.speculative = model, attention, speculative
-        self.sampler, self.graphs, self.table = sampler, graphs, table
+        self.sampler, self.graphs, self.table, self.cuts = sampler, graphs, table, cuts or Cuts()
         self.device = torch.device(device)
         self._copier = None if self.device.type == "cpu" else HostCopier()
         self._speculates, self._on_host = speculative.width() > 1, self.device.type == "cpu"
@@ -109,7 +110,9 @@ class Runner:
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         if not self._speculates:
             self._feed(batch)
-        hidden = self.model.forward(batch.input_ids, batch.positions, batch)
+        replayed = self.graphs.pass_for(batch) if batch.segments is DIRECT else None
+        forward = self.model.forward if replayed is None else replayed
+        hidden = forward(batch.input_ids, batch.positions, batch)
         return hidden, self.model.logits(hidden if batch.logits_index is None else hidden[batch.logits_index])
 
     def _accept(self, batch: Batch, logits: torch.Tensor, hidden: torch.Tensor) -> Accepted:

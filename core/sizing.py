@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from glowplug.core.draft import Draft
 from glowplug.core.errors import Refusal
 from glowplug.core.facts import ModelFacts
+from glowplug.core.memory.graph_bytes import pass_tokens
 from glowplug.core.memory.layout import DTYPE_BYTES
 from glowplug.core.memory.step_bytes import workspace_lines
 from glowplug.core.mesh import axis_size
@@ -60,7 +61,8 @@ def size(draft: Draft) -> tuple[Sizes, tuple[BudgetLine, ...]] | None:
     sizes = Sizes(context_length=context, max_running=rows, max_queued=draft.config.scheduler.max_queued_requests,
                   max_step_tokens=step_tokens, chunk_size=chunk, page_size=page, num_pages=pages,
                   kv_bytes=cache[0].bytes, width=draft.values["width"], draft_layers=draft.values["draft_layers"],
-                  lookahead=draft.values["lookahead"], **_page_bounds(draft, pages, rows, page, context))
+                  lookahead=draft.values["lookahead"], pass_tokens=pass_tokens(draft, step_tokens),
+                  **_page_bounds(draft, pages, rows, page, context))
     _remark_draft(draft)
     return sizes, (*fixed, *cache)
 

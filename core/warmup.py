@@ -62,10 +62,16 @@ def _run_chunks(runner: Runner, plan: EnginePlan, lengths: NDArray[np.int32], ca
     _run(runner, batch, batch)
 
 
-def most_rows(runner: Runner, plan: EnginePlan, rows: int) -> None:
-    """So many rows decode at the end of the longest sequence, and draw their tokens."""
+def most_captured(runner: Runner, plan: EnginePlan, rows: int) -> None:
+    """So many rows decode at the end of the longest sequence, and draw their tokens; then a step of as many tokens as
+    a captured pass has at most."""
     batch = _decoding(plan, rows, plan.sizes.context_length)
     _run_joined(runner, batch, SamplingParams(temperature=1.0, max_tokens=1, seed=0))
+    if plan.sizes.pass_tokens:
+        longest = min(plan.sizes.chunk_size, plan.sizes.context_length - plan.sizes.width)
+        whole, rest = divmod(plan.sizes.pass_tokens[-1], longest)
+        lengths = np.array([longest] * whole + [rest] * (rest > 0), np.int32)[: plan.sizes.max_running]
+        _run_chunks(runner, plan, lengths, 0)
 
 
 def most_logits(runner: Runner, plan: EnginePlan) -> None:

@@ -12,7 +12,8 @@ from glowplug.plugins.graphs.cuda_graph import CudaGraphOptions
 
 class ReplayingOptions(CudaGraphOptions):
     use: Literal["replaying"] = "replaying"  # type: ignore[assignment]
-    breaks: str | None = None  #: "mode rows piece" whose capture fails
+    prefill: bool | None = False  # only where a test asks for it
+    breaks: str | None = None  #: "mode rows piece", or "pass tokens", whose capture fails
 
 
 @hookimpl

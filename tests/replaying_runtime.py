@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,14 +65,101 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(getattr(value, field.name))
 
 
+class Threads:
+    """A ``Tape``. A replay runs ``work`` anew, in a thread that stops at each cut, as a graph ends there.
+
+    What it leaves behind lies where it lay at the capture. As in a shared pool a piece spoils everything that another
+    pass, another slot or an earlier piece has left.
+    """
+
+    def __init__(self, functions: Functions, breaks: str | None) -> None:
+        self._functions, self._breaks = functions, breaks
+        self._pass: _Pass | None = None  # the one being captured, or the one whose thread runs
+        self.replays = 0
+
+    def record(self, work: Callable[[], Any]) -> tuple[list[Callable[[], None]], Any]:
+        made = self._pass = _Pass()
+        made.results = map_tensors(torch.clone, work())
+        made.captured = True
+        self._functions.groups.insert(0, made.left)
+        made.left.append([made.results])
+        return [partial(self._replay, made, number, work) for number in range(len(made.left))], made.results
+
+    def cut(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        made = self._pass
+        assert made is not None
+        if self._breaks == f"pass {len(rows[0])}":
+            raise RuntimeError("made to fail")
+        if not made.captured:
+            made.left.append([part.clone() for part in rows])
+            return tuple(made.left[-1])
+        made.leave(rows)
+        return None
+
+    def _replay(self, made: _Pass, number: int, work: Callable[[], Any]) -> None:
+        self.replays += 1
+        if number == 0:
+            self._pass = made
+            made.begin(work)
+        assert self._pass is made, "pieces of one pass are replayed one after another"
+        made.run(number)
+        for group in self._functions.groups:
+            for at, left in enumerate(group):
+                if group is not made.left or at != number:
+                    _spoil(left)
+
+
+class _Pass:
+    """``left``: what each piece leaves behind."""
+
+    def __init__(self) -> None:
+        self.left: list[list[Any]] = []
+        self.results: Any = None
+        self.captured = False
+
+    def begin(self, work: Callable[[], Any]) -> None:
+        self._at = -1
+        self._error: BaseException | None = None
+        self._go, self._gone = threading.Semaphore(0), threading.Semaphore(0)
+        threading.Thread(target=self._work, args=(work,), daemon=True).start()
+
+    def _work(self, work: Callable[[], Any]) -> None:
+        self._go.acquire()
+        try:
+            with torch.inference_mode():
+                self._keep([work()])
+        except BaseException as error:
+            self._error = error
+        self._gone.release()
+
+    def leave(self, rows: tuple[Tensor, ...]) -> None:
+        self._keep(list(rows))
+        self._gone.release()
+        self._go.acquire()
+
+    def _keep(self, fresh: list[Any]) -> None:
+        self._at += 1
+        for kept, value in zip(_tensors(self.left[self._at]), _tensors(fresh), strict=True):
+            kept.copy_(value)
+
+    def run(self, number: int) -> None:
+        self._go.release()
+        self._gone.acquire()
+        if self._error is not None:
+            raise self._error
+        assert self._at == number
+
+
 class Replaying(CudaGraph):
     """Counts what it replays; breaks where it is told to."""
 
     def __init__(self, options: ReplayingOptions, plan: EnginePlan, worker: Worker) -> None:
         self.functions = Functions()
-        super().__init__(options, plan, worker, self.functions)
+        self.threads = Threads(self.functions, options.breaks)
+        super().__init__(options, plan, worker, self.functions, self.threads)
         self.breaks = options.breaks
         self.filled: list[tuple[int, int]] = []  #: live rows and slot's rows of every step
+        self.passed: list[tuple[int, int]] = []  #: a step's tokens and its pass's
         NEWEST[:] = [self]
 
     def capture(self, steps: Any, report: Callable[[int, int], None]) -> None:
@@ -93,6 +182,12 @@ class Replaying(CudaGraph):
             super()._capture_one(steps, slot)
         finally:
             self.functions.record = record  # type: ignore[method-assign]
+
+    def pass_for(self, batch: Batch) -> Any:
+        found = super().pass_for(batch)
+        if found is not None:
+            self.passed.append((batch.num_tokens, found.tokens))
+        return found
 
     def fill(self, slot: Any, batch: Batch) -> Batch:
         self.filled.append((batch.num_rows, slot.shape.rows))

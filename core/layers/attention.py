@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class MlaAttention(Module):
         self.index, self.scale, self.heads = index, scale, shard.size
         self.nope_dim, self.rope_dim, self.v_dim, self.lora_rank = sizes.nope, sizes.rope, sizes.v, sizes.kv_lora
         self._mla, self._store, self._rope = context.attention.mla, context.attention.store_mla, context.ops.rope
+        self._cut = context.cuts.call
         query = sizes.nope + sizes.rope
         direct = sizes.q_lora is None
         first = (Part(f"{name}.q_proj", sizes.heads * query, "heads", query) if direct
@@ -64,6 +66,7 @@ class MlaAttention(Module):
                              [Part(f"{name}.o_proj", sizes.hidden, "replicated", bias=sizes.bias)],
                              input_role="row", input_unit=sizes.v)
         self.input_format = self.input_proj.input_format
+        self._width = self.heads * sizes.v
 
     def finalize(self) -> None:
         super().finalize()
@@ -86,13 +89,20 @@ class MlaAttention(Module):
     def forward(self, x: Any, at: object) -> Tensor:
         if self._projected is not None and isinstance(at, RopeRows):
             first, compressed = self.input_proj.forward(x).split_with_sizes(self._halves, dim=-1)
-            out = self._projected(self._query(first), compressed, self.kv_norm.weight, LATENT_EPS, at, self)
-            return self.o_proj.forward(out)
+            work = partial(self._attend_projected, at.interleaved)
+            return self.o_proj.forward(self._cut(work, (self._query(first), compressed, at.cos_sin), self._width))
         first, latent, k_rope = self.input_proj.forward(x).split_with_sizes(self._split, dim=-1)
         q_nope, q_rope = self._query(first).split_with_sizes(self._split_query, dim=-1)
         q_rope, k_rope = self._rope(q_rope, k_rope.unsqueeze(1), at)
-        out = self._mla(q_nope, q_rope, self.kv_norm.forward(latent), k_rope.squeeze(1), self)
-        return self.o_proj.forward(out)
+        rows = q_nope, q_rope, self.kv_norm.forward(latent), k_rope.squeeze(1)
+        return self.o_proj.forward(self._cut(self._attend, rows, self._width))
+
+    def _attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) -> Tensor:
+        return self._mla(q_nope, q_rope, latent, k_rope, self)
+
+    def _attend_projected(self, interleaved: bool, query: Tensor, compressed: Tensor, cos_sin: Tensor) -> Tensor:
+        assert self._projected is not None
+        return self._projected(query, compressed, self.kv_norm.weight, LATENT_EPS, RopeRows(cos_sin, interleaved), self)
 
     def _query(self, first: Tensor) -> Tensor:
         if self.q_norm is None:
@@ -112,7 +122,7 @@ class MhaAttention(Module):
     def __init__(self, context: BuildContext, name: str, index: int, *, hidden: int, heads: int, kv_heads: int,
                  head_dim: int, scale: float, bias: bool = False) -> None:
         self.index, self.scale, self.head_dim = index, scale, head_dim
-        self._mha, self._rope = context.attention.mha, context.ops.rope
+        self._mha, self._rope, self._cut = context.attention.mha, context.ops.rope, context.cuts.call
         queries = context.parallel.shard("heads", f"{name}.q_proj", heads)
         held = kv_heads_of(queries.start, queries.size, heads, kv_heads)
         self.qkv = Linear(context, f"{name}.qkv_proj", hidden, [
@@ -131,7 +141,10 @@ class MhaAttention(Module):
         q, k, v = torch.split(
             self.qkv.forward(x).view(-1, self.heads + 2 * self.kv_heads, self.head_dim), self._split, dim=1)
         q, k = self._rope(q, k, at)
-        return self.o_proj.forward(self._mha(q, k, v, self))
+        return self.o_proj.forward(self._cut(self._attend, (q, k, v), self.heads * self.head_dim))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._mha(q, k, v, self)
 
 
 def kv_heads_of(first: int, count: int, heads: int, kv_heads: int) -> tuple[int, int]:

@@ -1,28 +1,42 @@
-"""What captured graphs take: the plan's estimate, and which batch sizes they are captured for. No torch."""
+"""What captured graphs take: the plan's estimate, and for which batch sizes and token counts there are some. No torch.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from glowplug.core.draft import Draft
+from glowplug.core.offers import Mode
 from glowplug.core.options import GraphOptions
 from glowplug.core.plan import BudgetLine
 
 MIB = 1 << 20
 FIXED = 96 * MIB  #: what the first graph takes: the driver, and libraries' workspaces for the capturing stream
 PER_LAYER = MIB // 9  #: what it takes for a layer in the graphs of one batch size: parameters of its kernels
+PER_PIECE = MIB // 9  #: the same of one token count, whose layers are graphs of their own
+INSIDE = ("model", "quantization", "ops")  #: slots whose components are inside a captured pass
 
 
-def driver_bytes(sizes: int, layers: int) -> int:
-    """What the driver takes for the graphs of so many batch sizes of a model."""
-    return FIXED + sizes * layers * PER_LAYER
+def driver_bytes(sizes: int, layers: int, counts: int = 0) -> int:
+    """What the driver takes for the graphs of so many batch sizes and token counts of a model."""
+    return FIXED + layers * (sizes * PER_LAYER + counts * PER_PIECE)
 
 
-def graph_line(draft: Draft, rows: int, step_bytes: Callable[[int], int]) -> BudgetLine | None:
-    """Where ``rows`` sequences may run; ``step_bytes`` of a number of tokens: activations of such a step. None without
-    graphs. Says in the plan which batch sizes are captured.
+def pass_tokens(draft: Draft, step_tokens: int) -> tuple[int, ...]:
+    """Token counts whose passes are captured: none on several ranks, which exchange rows of each step's own number."""
+    runner = draft.first("graphs")
+    if runner is None or not isinstance(runner.options, GraphOptions) or draft.values["ranks"] > 1:
+        return ()
+    inside = [chosen for slot in INSIDE for chosen in draft.chosen.get(slot, ())]
+    capturable = all(Mode.PREFILL in chosen.offers.captures_in for chosen in inside)
+    return runner.options.token_counts(step_tokens) if capturable else ()
+
+
+def graph_line(draft: Draft, rows: int, step_tokens: int, step_bytes: Callable[[int], int]) -> BudgetLine | None:
+    """Where ``rows`` sequences may run, in steps of ``step_tokens`` at most; ``step_bytes`` of a number of tokens:
+    activations of such a step. None without graphs. Says in the plan which batch sizes and token counts are captured.
 
     All graphs share one pool, so that it is as large as the largest needs: a step's activations, its logits as the
-    head leaves them and in float32, and what sampling makes of them.
+    head leaves them and in float32, and what sampling makes of them; or a pass's activations.
     """
     runner = draft.first("graphs")
     if runner is None or not isinstance(runner.options, GraphOptions):
@@ -31,10 +45,16 @@ def graph_line(draft: Draft, rows: int, step_bytes: Callable[[int], int]) -> Bud
     if not sizes:
         return None
     _decide(draft, sizes, rows)
+    counts = pass_tokens(draft, step_tokens)
+    how = f"{len(sizes)} batch sizes up to {sizes[-1]}"
+    if counts:
+        _decide_counts(draft, counts, step_tokens)
+        how += f", {len(counts)} token counts up to {counts[-1]}"
     tokens = sizes[-1] * draft.values["width"]
     logits = tokens * draft.facts.model.vocab_size * (4 + 4 + 2)
-    size = driver_bytes(len(sizes), draft.facts.model.num_layers) + step_bytes(tokens) + logits
-    return BudgetLine("graphs", size, f"{len(sizes)} batch sizes up to {sizes[-1]}, one pool")
+    pool = max(step_bytes(tokens) + logits, step_bytes(counts[-1]) if counts else 0)
+    return BudgetLine("graphs", driver_bytes(len(sizes), draft.facts.model.num_layers, len(counts)) + pool,
+                      f"{how}, one pool")
 
 
 def _decide(draft: Draft, sizes: tuple[int, ...], rows: int) -> None:
@@ -49,3 +69,16 @@ def _decide(draft: Draft, sizes: tuple[int, ...], rows: int) -> None:
         limit = f"{rows} sequences run at most" if left_out[-1] > rows else "graphs.max_batch is lower"
         by, why = "size", f"without {', '.join(map(str, left_out))}: {limit}"
     draft.decide("graphs.batch_sizes", list(sizes), by, why)
+
+
+def _decide_counts(draft: Draft, counts: tuple[int, ...], step_tokens: int) -> None:
+    asked = getattr(draft.config.graphs, "prefill_tokens", None)
+    by, why = "size", f"default, up to {counts[-1]} of {step_tokens} tokens a step"
+    if asked is not None:
+        left_out = sorted(set(asked) - set(counts))
+        by, why = draft.source("graphs.prefill_tokens") or ("operator", "")
+        if left_out:
+            limit = (f"a step has {step_tokens} at most" if left_out[-1] > step_tokens
+                     else "graphs.max_prefill_tokens is lower")
+            by, why = "size", f"without {', '.join(map(str, left_out))}: {limit}"
+    draft.decide("graphs.prefill_tokens", list(counts), by, why)

@@ -29,7 +29,8 @@ def workspace_lines(draft: Draft, rows: int, step_tokens: int, device: str) -> l
         lines.append(BudgetLine("sampling state", int(rows * model.vocab_size * STATE_BYTES),
                                 f"penalties and allowed tokens of {rows} rows"))
         lines.append(BudgetLine("cuda runtime", CUDA_RUNTIME, "context, kernels, libraries"))
-        graphs = graph_line(draft, rows, lambda tokens: activations(draft, tokens, tokens * mesh.get("dp", 1)))
+        graphs = graph_line(draft, rows, step_tokens,
+                            lambda tokens: activations(draft, tokens, tokens * mesh.get("dp", 1)))
         lines += [graphs] if graphs is not None else []
     if draft.config.memory.reserve_bytes:
         lines.append(BudgetLine("reserve", draft.config.memory.reserve_bytes, "memory.reserve_bytes"))

@@ -1,5 +1,9 @@
 """CUDA graphs: decoding steps are captured once for a list of batch sizes and replayed, without launching their kernels
-one by one. A batch between two sizes is filled up to the larger one."""
+one by one. A batch between two sizes is filled up to the larger one.
+
+Steps with prompts in them are replayed in pieces, for a list of token counts up to which launching takes longer than
+computing: what lies between two layers' attention is a graph, attention itself runs as it comes.
+"""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -10,6 +14,7 @@ from pydantic import Field
 from glowplug.core.component import CheckContext, Component
 from glowplug.core.errors import Refusal
 from glowplug.core.hookspecs import hookimpl
+from glowplug.core.memory.graph_bytes import INSIDE
 from glowplug.core.offers import GraphOffers, Mode
 from glowplug.core.options import GraphOptions
 
@@ -17,6 +22,10 @@ NAME = "cuda_graph"
 CAPTURES = frozenset({Mode.DECODE, Mode.VERIFY, Mode.DRAFT_DECODE})
 MOST_ROWS = 512  #: of the default list
 SMALL = (1, 2, 3, 4, 6, 8, 12)  #: sizes below 16 of the default list, where a row added costs the most
+FURTHER = 256  #: between token counts behind the default list, where a larger limit is given
+#: token counts of the default list. Up to some hundred tokens a step reads every weight, whatever their number; beyond
+#: the last one computing takes as long as launching.
+TOKEN_COUNTS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 
 Size = Annotated[int, Field(ge=1)]
 
@@ -28,6 +37,12 @@ class CudaGraphOptions(GraphOptions):
                                         "steps of 8 to 64, 16 to 256 and 32")
     max_batch: int | None = Field(None, ge=1, description="the largest of them; None: scheduler.max_running_requests, "
                                                           f"{MOST_ROWS} at most")
+    prefill: bool | None = Field(None, description="replay small steps with prompts in them, attention apart; None: on "
+                                                   "one rank")
+    prefill_tokens: tuple[Size, ...] | None = Field(
+        None, min_length=1, description="tokens in such a step to capture; None: " + ", ".join(map(str, TOKEN_COUNTS)))
+    max_prefill_tokens: int | None = Field(None, ge=1, description="the largest of them; None: no limit but "
+                                                                   "scheduler.chunk_size and the decoding rows")
     on_failure: Literal["stop", "eager"] = Field(
         "stop", description="when a capture fails: stop loading, or run the steps of that size and mode eagerly")
 
@@ -36,6 +51,16 @@ class CudaGraphOptions(GraphOptions):
         if self.batch_sizes is None:
             return (*(size for size in default_sizes() if size < most), most)
         return tuple(sorted({size for size in self.batch_sizes if size <= most}))
+
+    def token_counts(self, tokens: int) -> tuple[int, ...]:
+        if self.prefill is False:
+            return ()
+        if self.prefill_tokens is not None:
+            most = min(tokens, self.max_prefill_tokens or tokens)
+            return tuple(sorted({count for count in self.prefill_tokens if count <= most}))
+        most = min(tokens, self.max_prefill_tokens or TOKEN_COUNTS[-1])
+        steps = (*TOKEN_COUNTS, *range(TOKEN_COUNTS[-1], most, FURTHER)[1:])
+        return (*(count for count in steps if count < most), most)
 
 
 def default_sizes() -> tuple[int, ...]:
@@ -55,6 +80,26 @@ def check_cuda_graph(context: CheckContext) -> Iterator[Refusal]:
     if context.values["ranks"] > 1:
         yield Refusal(NAME, "graphs.use", f"steps of {context.values['ranks']} ranks exchange through collectives, "
                       f"which {NAME} does not capture", 'graphs.use = "eager"')
+    yield from _prefill(options, context)
+
+
+def _prefill(options: CudaGraphOptions, context: CheckContext) -> Iterator[Refusal]:
+    """Steps with prompts in them: token counts that leave something to capture, one rank, and components that can."""
+    smallest = min(options.prefill_tokens or (1,))
+    if options.prefill is False and (options.prefill_tokens or options.max_prefill_tokens):
+        yield Refusal(NAME, "graphs.prefill", "token counts are given for steps that are not to be captured",
+                      "leave graphs.prefill out, or the token counts")
+    elif options.max_prefill_tokens is not None and smallest > options.max_prefill_tokens:
+        yield Refusal(NAME, "graphs.max_prefill_tokens", "every token count to capture is above "
+                      f"{options.max_prefill_tokens}, the largest allowed",
+                      f"graphs.max_prefill_tokens = {max(options.prefill_tokens or ())}")
+    elif options.prefill and context.values["ranks"] > 1:
+        yield Refusal(NAME, "graphs.prefill", f"steps with prompts of {context.values['ranks']} ranks exchange rows of "
+                      "each step's own number", "leave graphs.prefill out")
+    for chosen in [chosen for slot in INSIDE for chosen in context.chosen.get(slot, ())]:
+        if options.prefill and Mode.PREFILL not in chosen.offers.captures_in:
+            yield Refusal(NAME, "graphs.prefill", f"{chosen.name} syncs with the host or allocates in prefill, so such "
+                          "steps cannot be captured", "leave graphs.prefill out")
 
 
 @hookimpl

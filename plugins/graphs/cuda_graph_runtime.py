@@ -17,6 +17,8 @@ from glowplug.core.protocols import Steps, Worker
 from glowplug.core.request import SamplingParams
 from glowplug.plugins.graphs.cuda_graph import CudaGraphOptions
 from glowplug.plugins.graphs.cuda_recorder import CudaRecorder
+from glowplug.plugins.graphs.piecewise_runtime import Pass, Passes, Tape
+from glowplug.plugins.graphs.piecewise_tape import CudaTape
 from glowplug.plugins.graphs.slot import Recorder, Shape, Slot
 from glowplug.plugins.graphs.staging import Staging
 
@@ -26,12 +28,13 @@ SAMPLED = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0))
 
 class CudaGraph:
     """See ``protocols.GraphRunner``. Captures from the largest batch size to the smallest, so that each finds room in
-    the memory of the one before. ``recorder`` replaces CUDA's graphs."""
+    the memory of the one before. ``recorder`` and ``tape`` replace CUDA's graphs."""
 
     def __init__(self, options: CudaGraphOptions, plan: EnginePlan, worker: Worker,
-                 recorder: Recorder | None = None) -> None:
+                 recorder: Recorder | None = None, tape: Tape | None = None) -> None:
         self._options, self._plan, self._device = options, plan, torch.device(worker.device)
-        self._recorder = recorder
+        self._recorder, self._tape = recorder, tape
+        self._passes = Passes()
         self._slots: dict[Mode, dict[int, Slot]] = {}
         self._sizes: dict[Mode, list[int]] = {}
 
@@ -41,24 +44,34 @@ class CudaGraph:
         return [(mode, rows, width) for rows in reversed(self._options.sizes(plan.sizes.max_running))]
 
     def capture(self, steps: Steps, report: Callable[[int, int], None]) -> None:
-        shapes = self.shapes(self._plan)
-        recorder = self._recorder or CudaRecorder(self._device)
-        sizes = self._plan.sizes
-        made = [Shape.of(mode, rows, sizes) for mode, rows, _ in shapes]
-        room = max((max(shape.offsets[-1], 4 * shape.rows * shape.columns) for shape in made), default=0)
-        staging = Staging(room, self._device)
+        sizes, recorder = self._plan.sizes, self._recorder
+        tape = self._tape
+        if recorder is None:
+            recorder = own = CudaRecorder(self._device)
+            tape = CudaTape(own)
+        made = [Shape.of(mode, rows, sizes) for mode, rows, _ in self.shapes(self._plan)]
+        total = len(made) + len(sizes.pass_tokens)
         gc.collect()
         collecting = gc.isenabled()
         gc.disable()
         try:
             with torch.inference_mode():
-                for done, shape in enumerate(made):
-                    report(done, len(made))
-                    self._capture_one(steps, Slot(shape, self._device, staging, recorder))
+                self._capture_slots(steps, made, recorder, lambda done: report(done, total))
+                if tape is not None:
+                    self._passes.capture(steps, sizes.pass_tokens, tape, self._pass_failed,
+                                         lambda done: report(len(made) + done, total))
         finally:
             if collecting:
                 gc.enable()
-        report(len(made), len(made))
+        report(total, total)
+
+    def _capture_slots(self, steps: Steps, made: list[Shape], recorder: Recorder,
+                       report: Callable[[int], None]) -> None:
+        room = max((max(shape.offsets[-1], 4 * shape.rows * shape.columns) for shape in made), default=0)
+        staging = Staging(room, self._device)
+        for done, shape in enumerate(made):
+            report(done)
+            self._capture_one(steps, Slot(shape, self._device, staging, recorder))
         self._sizes = {mode: sorted(slots) for mode, slots in self._slots.items()}
 
     def _capture_one(self, steps: Steps, slot: Slot) -> None:
@@ -72,15 +85,23 @@ class CudaGraph:
                 sampler.plan_step(batch)
                 steps.step(batch)
         except Exception as error:
-            failure = _failure(error, shape)
-            if self._options.on_failure == "stop":
-                raise failure from error
-            logging.getLogger("glowplug").warning("%s; such steps run eagerly", failure)
+            self._failed(error, _failure(error, shape))
             return
         finally:
             sampler.leave(shape.spare)
         slot.seal()
         self._slots.setdefault(shape.mode, {})[shape.rows] = slot
+
+    def _pass_failed(self, error: Exception, made: Pass) -> None:
+        self._failed(error, CaptureError(
+            f"a pass of {made.tokens} tokens could not be captured: {type(error).__name__} behind its cut {made.cuts}, "
+            f"by {_component(error)}: {error}. Leave this count out (graphs.prefill_tokens, "
+            "graphs.max_prefill_tokens), or graphs.prefill = false"))
+
+    def _failed(self, error: Exception, failure: CaptureError) -> None:
+        if self._options.on_failure == "stop":
+            raise failure from error
+        logging.getLogger("glowplug").warning("%s; such steps run eagerly", failure)
 
     def slot_for(self, batch: Batch) -> Slot | None:
         shape = batch.agreed or shape_of(batch)
@@ -93,8 +114,11 @@ class CudaGraph:
         assert isinstance(slot, Slot), "a slot of this runner's"
         return slot.fill(batch)
 
+    def pass_for(self, batch: Batch) -> Pass | None:
+        return self._passes.find(batch.num_tokens)
+
     def close(self) -> None:
-        self._slots, self._sizes = {}, {}
+        self._slots, self._sizes, self._passes = {}, {}, Passes()
 
 
 def _no_rows(batch: Batch) -> Batch:

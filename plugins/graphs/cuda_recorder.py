@@ -13,29 +13,32 @@ MOST_CACHED = 1 << 30  #: bytes that the allocator may keep of a piece's first r
 
 
 class CudaRecorder:
-    """See ``slot.Recorder``. Graphs of one recorder must be replayed one after another, on one stream."""
+    """See ``slot.Recorder``. Graphs of one recorder must be replayed one after another, on one stream.
+
+    Attributes:
+        stream, pool: that it captures on, and where the graphs' tensors lie.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.pool = torch.cuda.graph_pool_handle()
 
     def record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
         current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
             # NOTE: on the stream of the capture, since cuBLAS keeps a workspace for each stream, and graphs its address
             work()
-            if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > MOST_CACHED:
-                torch.cuda.empty_cache()  # what has just run left memory behind that the graphs' pool cannot take
+            make_room()
             graph, results = self._capture(work)
-        current.wait_stream(self._stream)
+        current.wait_stream(self.stream)
         graph.replay()
         return graph.replay, results
 
     def _capture(self, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         graph = torch.cuda.CUDAGraph()
         # NOTE: "thread_local", because other threads (a server's, NCCL's) may use the device meanwhile
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         try:
             results = work()
         except BaseException:
@@ -48,7 +51,14 @@ class CudaRecorder:
         return graph, results
 
     def loosen(self, results: T) -> T:
-        return map_tensors(_alias, results)  # type: ignore[no-any-return]
+        return map_tensors(alias, results)  # type: ignore[no-any-return]
+
+
+def make_room() -> None:
+    """Between a piece's first run, which may have left memory behind that the graphs' pool cannot take, and its
+    capture."""
+    if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > MOST_CACHED:
+        torch.cuda.empty_cache()
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -75,7 +85,7 @@ class _Memory:
                                          "data": (storage.data_ptr(), False), "version": 3}
 
 
-def _alias(tensor: Tensor) -> Tensor:
+def alias(tensor: Tensor) -> Tensor:
     """The same memory without keeping it allocated."""
     if tensor.numel() == 0:
         return tensor

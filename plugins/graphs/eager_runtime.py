@@ -28,5 +28,8 @@ class Eager:
     def fill(self, slot: object, batch: Batch) -> Batch:
         raise AssertionError("the eager graph runner captured nothing, so there is nothing to fill")
 
+    def pass_for(self, batch: Batch) -> None:
+        return None
+
     def close(self) -> None:
         pass

@@ -1,0 +1,60 @@
+"""The pieces of a pass as CUDA graphs, over the memory pool of all other graphs."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from glowplug.plugins.graphs.cuda_recorder import CudaRecorder, alias, make_room, map_tensors
+
+T = TypeVar("T")
+
+
+class CudaTape:
+    """See ``piecewise_runtime.Tape``. Its graphs are replayed on one stream, as all others of the pool."""
+
+    def __init__(self, recorder: CudaRecorder) -> None:
+        self._stream, self._pool = recorder.stream, recorder.pool
+        self._graphs: list[torch.cuda.CUDAGraph] | None = None  # of the pass being captured
+
+    def record(self, work: Callable[[], T]) -> tuple[list[Callable[[], None]], T]:
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            work()
+            make_room()
+            graphs, results = self._capture(work)
+        current.wait_stream(self._stream)
+        return [graph.replay for graph in graphs], results
+
+    def _capture(self, work: Callable[[], T]) -> tuple[list[torch.cuda.CUDAGraph], T]:
+        graphs: list[torch.cuda.CUDAGraph] = []
+        self._graphs = graphs
+        try:
+            self._begin(graphs)
+            results = work()
+            graphs[-1].capture_end()
+        except BaseException:
+            try:
+                graphs[-1].capture_end()
+            except RuntimeError:
+                pass  # the capture is already invalid, and the reason why is on its way up
+            raise
+        finally:
+            self._graphs = None
+        return graphs, map_tensors(alias, results)
+
+    def _begin(self, graphs: list[torch.cuda.CUDAGraph]) -> None:
+        graphs.append(torch.cuda.CUDAGraph())
+        # NOTE: "thread_local", because other threads (a server's, NCCL's) may use the device meanwhile
+        graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def cut(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        if self._graphs is None:
+            return None
+        self._graphs[-1].capture_end()
+        kept = tuple(alias(part) for part in rows)
+        self._begin(self._graphs)
+        return kept
