@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from glowplug.core.component import Options
+from glowplug.core.facts import ModelFacts
 from glowplug.core.offers import QuantizationOffers
 
 
@@ -23,12 +24,19 @@ class AttentionOptions(Options):
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"] = Field(
         "auto", description="dtype of the KV cache; auto is the compute dtype")
     page_size: int | None = Field(None, ge=1, le=1024, description="tokens a KV page; None: the plan decides")
+    kv_error: float | None = Field(
+        0.02, gt=0, description="most that an 8-bit KV cache may change the logits of the self-test at start-up, as "
+                                "their median divergence in nats; beyond it start is refused; None: only measured")
 
 
 class QuantizationOptions(Options):
     def dequantizes(self, device: str, offers: QuantizationOffers) -> bool:
         """Are quantized weights kept in the compute dtype on ``device``?"""
         return device in offers.dequantizes
+
+    def split_block(self, device: str, offers: QuantizationOffers, model: ModelFacts) -> int:
+        """Channels of ``model``'s weights that ranks must not cut apart on ``device``; 1: none."""
+        return max(offers.block_shape) if offers.block_shape and not self.dequantizes(device, offers) else 1
 
 
 class ParallelOptions(Options):
@@ -67,6 +75,9 @@ class PolicyOptions(Options):
 
 class GraphOptions(Options):
     """What every graph runner's options answer."""
+
+    prefill: bool | None = Field(None, description="replay small steps with prompts in them, attention apart; None: "
+                                                   "where steps are captured on one rank")
 
     def sizes(self, rows: int) -> tuple[int, ...]:
         """Batch sizes to capture where ``rows`` sequences may run, ascending; none without capture."""
@@ -151,6 +162,7 @@ class ServerOptions(Section):
     default_max_tokens: int | None = Field(
         None, ge=1, description="None: what the context leaves (chat), 16 (completions)")
     emit_reasoning_alias: bool = Field(True, description="also emit reasoning_content under the name reasoning")
+    stream_interval: int = Field(1, ge=1, description="tokens in each event of a stream, behind the first")
     tokenizer_threads: int = Field(2, ge=1, le=64, description="threads for templates and tokenization")
 
 

@@ -12,7 +12,7 @@ from glowplug.plugins.graphs.cuda_graph import CudaGraphOptions
 
 class ReplayingOptions(CudaGraphOptions):
     use: Literal["replaying"] = "replaying"  # type: ignore[assignment]
-    prefill: bool | None = False  # only where a test asks for it
+    prefill: bool | None = False  #: only where a test asks for it
     breaks: str | None = None  #: "mode rows piece", or "pass tokens", whose capture fails
 
 

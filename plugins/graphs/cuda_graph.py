@@ -37,8 +37,6 @@ class CudaGraphOptions(GraphOptions):
                                         "steps of 8 to 64, 16 to 256 and 32")
     max_batch: int | None = Field(None, ge=1, description="the largest of them; None: scheduler.max_running_requests, "
                                                           f"{MOST_ROWS} at most")
-    prefill: bool | None = Field(None, description="replay small steps with prompts in them, attention apart; None: on "
-                                                   "one rank")
     prefill_tokens: tuple[Size, ...] | None = Field(
         None, min_length=1, description="tokens in such a step to capture; None: " + ", ".join(map(str, TOKEN_COUNTS)))
     max_prefill_tokens: int | None = Field(None, ge=1, description="the largest of them; None: no limit but "

@@ -3,6 +3,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from glowplug.core.component import Component
 from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import GraphOffers
@@ -11,6 +13,7 @@ from glowplug.core.options import GraphOptions
 
 class EagerOptions(GraphOptions):
     use: Literal["eager"] = "eager"
+    prefill: Literal[False] | None = Field(None, description="nothing is replayed")
 
 
 @hookimpl

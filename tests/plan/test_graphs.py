@@ -57,3 +57,59 @@ def test_ranks_step_eagerly_and_it_is_said(planned: Any) -> None:
     plan = planned({"dtype": "bfloat16", "parallel": [{"use": "tensor", "size": 2}]}, hardware=read_sheet("8xh200"))
     assert plan.choice("graphs").name == "eager"
     assert "steps of 2 ranks exchange through collectives" in decided(plan)["graphs.use"][2]
+
+
+def test_small_steps_with_prompts_are_captured_too(planned: Any) -> None:
+    plan = planned({"dtype": "bfloat16"}, hardware=H200)
+    counts, by, why = decided(plan)["graphs.prefill_tokens"]
+    assert plan.sizes.pass_tokens == tuple(counts) and counts[0] == 16 and by == "size"
+    assert f"up to {counts[-1]} of {plan.sizes.max_step_tokens} tokens a step" in why
+    without = planned({"dtype": "bfloat16", "graphs": {"prefill": False}}, hardware=H200)
+    assert without.sizes.pass_tokens == () and "graphs.prefill_tokens" not in decided(without)
+
+    def size(plan: Any) -> int:
+        return next(line.bytes for line in plan.budget if line.name == "graphs")
+
+    assert size(plan) > size(without)
+    eager = planned({"dtype": "bfloat16", "graphs": {"use": "eager", "prefill": False}}, hardware=H200)
+    assert eager.sizes.pass_tokens == ()
+
+
+@pytest.mark.parametrize(("graphs", "want", "by", "why"), [
+    ({"prefill_tokens": [64, 8, 5000]}, [8, 64], "size", "without 5000: a step has 144 at most"),
+    ({"prefill_tokens": [64, 8], "max_prefill_tokens": 32}, [8], "size", "without 64: graphs.max_prefill_tokens is"),
+    ({"max_prefill_tokens": 40}, [16, 32, 40], "size", "default, up to 40 of 144 tokens a step"),
+    ({}, [16, 32, 64, 128, 144], "size", "default, up to 144 of 144 tokens a step"),
+])
+def test_token_counts(planned: Any, graphs: dict[str, Any], want: list[int], by: str, why: str) -> None:
+    plan = planned({"dtype": "bfloat16", "scheduler": {"max_running_requests": 16, "chunk_size": 128},
+                    "graphs": {"use": "cuda_graph", **graphs}}, hardware=H200)
+    found = decided(plan)["graphs.prefill_tokens"]
+    assert found[:2] == (want, by) and why in found[2]
+
+
+@pytest.mark.parametrize(("graphs", "field", "reason"), [
+    ({"prefill": False, "prefill_tokens": [8]}, "graphs.prefill", "not to be captured"),
+    ({"prefill_tokens": [64], "max_prefill_tokens": 32}, "graphs.max_prefill_tokens", "above 32"),
+    ({"prefill_tokens": [0]}, "graphs.prefill_tokens.0", ""),
+])
+def test_token_counts_that_leave_nothing_are_refused(refused: Any, graphs: dict[str, Any], field: str,
+                                                     reason: str) -> None:
+    found = refused({"dtype": "bfloat16", "graphs": {"use": "cuda_graph", **graphs}}, hardware=H200)
+    assert field in found and reason in found[field].reason, found
+
+
+def test_several_ranks_are_refused_passes(refused: Any) -> None:
+    found = refused({"dtype": "bfloat16", "parallel": [{"use": "tensor", "size": 2}],
+                     "graphs": {"use": "cuda_graph", "prefill": True}}, hardware=read_sheet("8xh200"))
+    assert "of each step's own number" in found["graphs.prefill"].reason.replace("exchange rows ", ""), found
+
+
+def test_larger_limits_go_on_in_steps() -> None:
+    from glowplug.plugins.graphs.cuda_graph import FURTHER, TOKEN_COUNTS, CudaGraphOptions
+
+    last = TOKEN_COUNTS[-1]
+    found = CudaGraphOptions(max_prefill_tokens=last + 2 * FURTHER + 1).token_counts(1 << 20)
+    assert found == (*TOKEN_COUNTS, last + FURTHER, last + 2 * FURTHER, last + 2 * FURTHER + 1)
+    assert CudaGraphOptions().token_counts(1 << 20) == TOKEN_COUNTS
+    assert CudaGraphOptions().token_counts(5) == (5,)
