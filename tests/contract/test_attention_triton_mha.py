@@ -16,7 +16,7 @@ from glowplug.plugins.attention.triton_mha_runtime import TritonMha
 
 
 class Suite(MhaSuite):
-    page_sizes, max_width = (7, 16), 2
+    page_sizes, max_width = (7,), 2
 
     def make(self, plan: EnginePlan, worker: Worker) -> TritonMha:
         return TritonMha(TritonMhaOptions(), plan, worker)

@@ -1,0 +1,165 @@
+"""Paged multi-head attention in Triton against its definition: lengths around tiles and splits, widths, trees, groups,
+odd sizes; ragged chunks with and without a cached prefix; what is stored."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from glowplug.kernels import mha
+
+pytest.importorskip("triton")
+from glowplug.kernels.triton import mha_decode as kernel
+from glowplug.kernels.triton.mha_prefill import mha_prefill
+from glowplug.kernels.triton.mha_store import mha_store
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+
+
+class Case:
+    """A shuffled paged cache whose slots outside the rows' visible keys hold NaN, and queries over it."""
+
+    def __init__(self, lengths: list[int], width: int = 1, heads: int = 4, kv_heads: int = 2, dim: int = 16,
+                 page: int = 16, dtype: torch.dtype = torch.float32, first_key: int = 0, seed: int = 0,
+                 queries: list[int] | None = None) -> None:
+        rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+        need = [-(-n // page) for n in lengths]
+        order = rng.permutation(np.arange(1, 1 + sum(need)))
+        table = np.zeros((len(lengths), max(need)), np.int32)
+        cache = torch.full((2, (1 + sum(need)) * page, kv_heads, dim), float("nan"))
+        cache[:, :page] = 0
+        for row, (count, length) in enumerate(zip(need, lengths, strict=True)):
+            table[row, :count], order = order[:count], order[count:]
+            at = np.arange(first_key, length)
+            slots = torch.from_numpy(table[row][at // page] * page + at % page).long()
+            cache[:, slots] = torch.randn(2, len(at), kv_heads, dim, generator=generator)
+        self.counts = queries or [width] * len(lengths)
+        wide = torch.randn(sum(self.counts), heads + 3, dim, generator=generator).to(DEVICE, dtype)
+        self.query = wide[:, :heads]  # strided, as a fused projection leaves it
+        self.k, self.v = cache.to(DEVICE, dtype)
+        self.table = torch.from_numpy(table).to(DEVICE)
+        self.lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+        self.page, self.first_key, self.width, self.scale = page, first_key, width, dim**-0.5
+        self.tree: Tensor | None = None
+
+    def cut(self, **changes: int) -> kernel.Tiling:
+        heads, dim = self.query.shape[1:]
+        made = kernel.tiling(len(self.lengths), self.width, heads, self.k.shape[1], dim, 256, self.query.dtype)
+        return replace(made, **changes)
+
+    def expected(self) -> Tensor:
+        """By the definition, row by row: rows may differ in their numbers of queries."""
+        parts, at = [], 0
+        for row, count in enumerate(self.counts):
+            own = slice(row, row + 1)
+            parts.append(mha.paged_reference(
+                self.query[at : at + count], self.k.float(), self.v.float(), self.table[own], self.lengths[own],
+                self.scale, self.page, self.first_key, None if self.tree is None else self.tree[own]))
+            at += count
+        return torch.cat(parts)
+
+    def check(self, cut: kernel.Tiling, tolerance: float = 1e-5) -> None:
+        got = kernel.mha_decode(self.query, self.k, self.v, self.table, self.lengths, self.scale, self.page, cut,
+                                self.first_key, self.tree)
+        torch.testing.assert_close(got.double(), self.expected(), rtol=tolerance, atol=tolerance)
+
+    def check_prefill(self, skip: int = 0, tolerance: float = 1e-5) -> None:
+        starts = torch.tensor([0, *np.cumsum(self.counts)], dtype=torch.int32, device=DEVICE) + skip
+        got = mha_prefill(self.query, self.k, self.v, self.table, self.lengths, starts, self.scale, self.page,
+                          self.first_key, skip)
+        torch.testing.assert_close(got.double(), self.expected(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("splits", [1, 3, 8])
+def test_lengths_around_tiles_and_splits(splits: int) -> None:
+    case = Case([1, 15, 16, 17, 48], seed=splits)
+    case.check(case.cut(block_n=16, splits=splits))
+
+
+@pytest.mark.parametrize("page", [1, 4, 7, 64])
+def test_page_sizes(page: int) -> None:
+    case = Case([33, 70], page=page, seed=page)
+    case.check(case.cut(block_n=16, splits=2))
+
+
+@pytest.mark.parametrize("width", [2, 5])
+@pytest.mark.parametrize("first_key", [0, 1])
+def test_widths_are_causal(width: int, first_key: int) -> None:
+    """Fewer keys than query tokens too, so that the first of them see none."""
+    case = Case([width - 1, width, 17, 32 + width], width=width, first_key=first_key, seed=width)
+    case.check(case.cut(block_n=16, splits=2))
+
+
+def test_trees() -> None:
+    case = Case([7, 20, 37], width=7, seed=4)
+    random = np.random.default_rng(4).integers(0, 1 << 7, (3, 7))
+    case.tree = torch.from_numpy(random | 1 << np.arange(7)).to(DEVICE)
+    case.check(case.cut(block_n=16, splits=2))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 3, 24), (7, 1, 16), (6, 2, 10)])
+def test_groups_and_odd_sizes(heads: int, kv_heads: int, dim: int) -> None:
+    case = Case([19, 34], width=3, heads=heads, kv_heads=kv_heads, dim=dim, seed=dim)
+    case.check(case.cut(block_m=16, block_n=16, splits=2))
+
+
+def test_rows_without_keys_are_zero() -> None:
+    """Padded rows of length 0, and a draft's first token, whose only position is before the first key."""
+    for splits in (1, 2):
+        case = Case([1, 18], first_key=1, seed=5)
+        case.check(case.cut(block_n=16, splits=splits))
+        case.lengths[0] = 0
+        case.check(case.cut(block_n=16, splits=splits))
+
+
+def test_lengths_may_change_between_runs() -> None:
+    case = Case([40, 33], seed=6)
+    for lengths in ([40, 33], [3, 17], [16, 1]):
+        case.lengths.copy_(torch.tensor(lengths))
+        case.check(case.cut(block_n=16, splits=3))
+
+
+def test_half_precision() -> None:
+    case = Case([50, 3], width=2, dtype=torch.float16, seed=7)
+    case.check(case.cut(block_n=16, splits=2), 3e-3)
+
+
+@pytest.mark.parametrize("first_key", [0, 1])
+@pytest.mark.parametrize("page", [7, 16])
+def test_ragged_chunks(page: int, first_key: int) -> None:
+    """Fresh prompts, chunks behind a prefix, a single token, and more than a block of queries."""
+    queries = [5, 40 - first_key, 1, 33]
+    case = Case([5 + first_key, 40, 21, 60], queries=queries, page=page, first_key=first_key, heads=2, kv_heads=1,
+                seed=page)
+    case.check_prefill(skip=3)
+
+
+def test_a_chunk_without_keys_is_zero() -> None:
+    case = Case([17, 20], queries=[4, 20], heads=2, dim=24, seed=8)
+    case.lengths[0] = 0
+    case.check_prefill()
+
+
+def test_keys_and_values_are_stored() -> None:
+    generator = torch.Generator().manual_seed(1)
+    wide = torch.randn(5, 6, 12, generator=generator).to(DEVICE)
+    caches = torch.full((2, 32, 2, 12), float("nan"), device=DEVICE)
+    slots = torch.tensor([3, 31, 8, 0, 16], device=DEVICE)
+    mha_store(wide[:, 2:4], wide[:, 4:], *caches, slots, follows=True)
+    assert torch.equal(caches[0][slots], wide[:, 2:4]) and torch.equal(caches[1][slots], wide[:, 4:])
+    assert int(torch.isfinite(caches).sum()) == 2 * 5 * 24
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_what_eight_bits_cannot_hold_saturates(dtype: torch.dtype) -> None:
+    k = torch.tensor([1e6, -1e6, 0.5, 3.0], device=DEVICE, dtype=torch.bfloat16).view(1, 1, 4)
+    caches = torch.zeros(2, 4, 1, 4, device=DEVICE).to(dtype)
+    mha_store(k, -k, *caches, torch.tensor([2], device=DEVICE), follows=False)
+    most = torch.finfo(dtype).max
+    assert caches[0][2].float().tolist() == [[most, -most, 0.5, 3.0]]
+    assert caches[1][2].float().tolist() == [[-most, most, -0.5, -3.0]]

@@ -1,0 +1,99 @@
+"""Which multi-head attention a Llama plan takes: on Hopper with and without libraries, on the CPU, captured or not."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from glowplug.core.errors import PlanRefused, Refusal
+from glowplug.core.machine import read_sheet
+from glowplug.core.plan import EnginePlan
+from glowplug.core.plugins import PluginSet, load_plugins
+from glowplug.core.resolve import plan as make_plan
+from glowplug.core.testing.fakes import write_model
+from tests.tiny import LLAMA
+
+INSTALLED = {"sglang-kernel": "0.4.2.post2", "triton": "3.6.0"}
+LARGE = {**LLAMA, "hidden_size": 512, "num_attention_heads": 8, "head_dim": 64, "torch_dtype": "bfloat16"}
+
+
+def installed(packages: dict[str, str]) -> PluginSet:
+    made = load_plugins(entry_points=False)
+    made.__dict__["software"] = replace(made.software, packages={**made.software.packages, **packages})
+    return made
+
+
+@pytest.fixture(scope="module")
+def plugins() -> Iterator[PluginSet]:
+    """The built-ins where the libraries are installed, whatever is here."""
+    yield installed(INSTALLED)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("llama"), LARGE)
+
+
+def planned(model: Path, plugins: PluginSet, attention: dict[str, Any] | None = None, sheet: str = "1xh200",
+            **more: Any) -> EnginePlan:
+    config = {"model": str(model), "weights": {"use": "random"}, "skip_tokenizer": True,
+              "attention": attention or {}, **more}
+    return make_plan(config, plugins=plugins, hardware=read_sheet(sheet))
+
+
+def refused(model: Path, plugins: PluginSet, attention: dict[str, Any], **more: Any) -> dict[str, Refusal]:
+    with pytest.raises(PlanRefused) as caught:
+        planned(model, plugins, attention, **more)
+    return {refusal.field: refusal for refusal in caught.value.refusals}
+
+
+def test_a_card_alone_takes_our_own_and_captures_it(llama: Path) -> None:
+    plan = planned(llama, installed({"sglang-kernel": "", "triton": "3.6.0"}))
+    assert plan.choice("attention").name == "triton_mha"
+    assert plan.choice("graphs").name == "cuda_graph"
+
+
+def test_without_triton_plain_torch_is_left(llama: Path) -> None:
+    plan = planned(llama, installed({"sglang-kernel": "", "triton": ""}))
+    assert plan.choice("attention").name == "torch_mha" and plan.choice("graphs").name == "eager"
+
+
+def test_the_cpu_keeps_plain_torch(llama: Path, plugins: PluginSet) -> None:
+    assert planned(llama, plugins, sheet="cpu", device="cpu").choice("attention").name == "torch_mha"
+
+
+@pytest.mark.parametrize("name", ["fa3_mha", "triton_mha"])
+def test_each_is_taken_when_asked_for(name: str, llama: Path, plugins: PluginSet) -> None:
+    plan = planned(llama, plugins, {"use": name})
+    assert plan.choice("attention").name == name and plan.choice("graphs").name == "cuda_graph"
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_an_eight_bit_cache_is_for_our_own(dtype: str, llama: Path, plugins: PluginSet) -> None:
+    plan = planned(llama, plugins, {"kv_dtype": dtype})
+    assert (plan.choice("attention").name, plan.kv_dtype) == ("triton_mha", dtype)
+    found = refused(llama, plugins, {"use": "fa3_mha", "kv_dtype": dtype})
+    assert f"not in {dtype}" in found["attention.kv_dtype"].reason
+
+
+def test_what_the_library_is_not_compiled_for(plugins: PluginSet, tmp_path: Path) -> None:
+    small = write_model(tmp_path / "small", {**LARGE, "head_dim": 80})
+    assert planned(small, plugins).choice("attention").name == "triton_mha"
+    found = refused(small, plugins, {"use": "fa3_mha"})["attention.use"]
+    assert "heads of 64, 96, 128, 192, 256" in found.reason and "have 80" in found.reason
+    found = refused(write_model(tmp_path / "same", LARGE), plugins, {"use": "fa3_mha", "kv_dtype": "float16"})
+    assert "of the compute dtype bfloat16" in found["attention.kv_dtype"].reason
+
+
+def test_heads_too_large_for_a_multiprocessor(plugins: PluginSet, tmp_path: Path) -> None:
+    large = write_model(tmp_path, {**LARGE, "head_dim": 512})
+    assert planned(large, plugins).choice("attention").name == "torch_mha"
+    assert "heads of 256 numbers at most" in refused(large, plugins, {"use": "triton_mha"})["attention.use"].reason
+
+
+def test_a_missing_library_is_named(llama: Path) -> None:
+    found = refused(llama, installed({"sglang-kernel": "", "triton": "3.6.0"}), {"use": "fa3_mha"})["attention.use"]
+    assert "sglang-kernel" in found.reason and 'pip install "sglang-kernel' in found.fix
