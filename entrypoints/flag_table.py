@@ -99,6 +99,13 @@ FLAGS: tuple[Flag, ...] = (
            also={"graphs.use": "cuda_graph"}),
     Flag(("--torch-compile-max-bs",), "graphs.compile_max_batch", "largest batch size to compile", int,
          also={"graphs.use": "cuda_graph"}),
+    switch("--enable-piecewise-cuda-graph --enforce-piecewise-cuda-graph", "graphs.prefill", True,
+           "replay small steps with prompts in them (on by default on one rank)", also={"graphs.use": "cuda_graph"}),
+    switch("--disable-piecewise-cuda-graph", "graphs.prefill", False, "run every step with a prompt in it eagerly"),
+    Flag(("--piecewise-cuda-graph-tokens",), "graphs.prefill_tokens", "tokens in such steps to capture", int,
+         also={"graphs.use": "cuda_graph"}, many=True),
+    Flag(("--piecewise-cuda-graph-max-tokens",), "graphs.max_prefill_tokens", "the largest of them", int,
+         also={"graphs.use": "cuda_graph"}),
     # scheduling and memory
     Flag(("--max-running-requests", "--max-num-seqs"), "scheduler.max_running_requests", "sequences in flight", int),
     Flag(("--max-queued-requests",), "scheduler.max_queued_requests", "waiting sequences, one more is answered 429",
@@ -129,5 +136,7 @@ FLAGS: tuple[Flag, ...] = (
 MOOT: dict[str, tuple[str, bool, str]] = {
     "--cuda-graph-bs": ("--disable-cuda-graph", True, "graphs are off"),
     "--cuda-graph-max-bs": ("--disable-cuda-graph", True, "graphs are off"),
+    "--piecewise-cuda-graph-tokens": ("--disable-piecewise-cuda-graph", True, "such steps run eagerly"),
+    "--piecewise-cuda-graph-max-tokens": ("--disable-piecewise-cuda-graph", True, "such steps run eagerly"),
     "--torch-compile-max-bs": ("--enable-torch-compile", False, "compilation is off"),
 }

@@ -41,6 +41,10 @@ PUBLISHED: list[tuple[list[str], dict[str, Any]]] = [
     (["--disable-cuda-graph"], {"graphs": {"use": "eager"}}),
     (["--cuda-graph-bs", "1", "2", "4"], {"graphs": {"use": "cuda_graph", "batch_sizes": [1, 2, 4]}}),
     (["--cuda-graph-max-bs", "8"], {"graphs": {"use": "cuda_graph", "max_batch": 8}}),
+    (["--disable-piecewise-cuda-graph"], {"graphs": {"prefill": False}}),
+    (["--enable-piecewise-cuda-graph", "--piecewise-cuda-graph-max-tokens", "768"],
+     {"graphs": {"use": "cuda_graph", "prefill": True, "max_prefill_tokens": 768}}),
+    (["--piecewise-cuda-graph-tokens", "16", "64"], {"graphs": {"use": "cuda_graph", "prefill_tokens": [16, 64]}}),
     (["--enable-torch-compile", "--torch-compile-max-bs", "4"],
      {"graphs": {"use": "cuda_graph", "compile": True, "compile_max_batch": 4}}),
     (["--disable-radix-cache"], {"cache": {"use": "none"}}),
@@ -146,6 +150,7 @@ def test_contradictions_name_both_flags(plugins: PluginSet) -> None:
 
 @pytest.mark.parametrize("words", [["--disable-cuda-graph", "--cuda-graph-max-bs", "1"],
                                    ["--cuda-graph-bs", "1", "2", "--disable_cuda_graph"],
+                                   ["--disable-piecewise-cuda-graph", "--piecewise-cuda-graph-max-tokens", "64"],
                                    ["--torch-compile-max-bs", "1"]])
 def test_flags_without_effect_are_decisions(plugins: PluginSet, v3: Path, words: list[str]) -> None:
     plan = given(plugins, "--model", str(v3), "--load-format", "dummy", *words).plan()
