@@ -90,10 +90,11 @@ class HardwareFacts:
 
 @dataclass(frozen=True)
 class SoftwareFacts:
-    """Installed distributions by normalised name, and the Python version."""
+    """Installed distributions by normalised name, the Python version, and the path of a C++ compiler ("": none)."""
 
     python: str = ""
     packages: dict[str, str] = field(default_factory=dict)
+    cxx: str = ""
 
 
 @dataclass(frozen=True)

@@ -112,9 +112,12 @@ def installed(name: str) -> str:
 
 
 def software(names: Iterable[str]) -> SoftwareFacts:
-    """Versions of the named distributions (those installed) and of Python."""
+    """Versions of the named distributions (those installed) and of Python; the C++ compiler of CXX, or g++ or clang++.
+    """
     found = {name: version for name in sorted(set(names)) if (version := installed(name))}
-    return SoftwareFacts(python=platform.python_version(), packages=found)
+    named = os.environ.get("CXX")
+    cxx = next(filter(None, map(shutil.which, (named,) if named else ("g++", "clang++"))), "")
+    return SoftwareFacts(python=platform.python_version(), packages=found, cxx=cxx)
 
 
 def sheet_names() -> list[str]:

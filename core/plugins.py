@@ -52,6 +52,8 @@ DEFAULT_PLUGINS = (
     "glowplug.plugins.attention.torch_mha",
     "glowplug.plugins.quantization.none",
     "glowplug.plugins.quantization.block_fp8",
+    "glowplug.plugins.quantization.w8a8_int8",
+    "glowplug.plugins.quantization.awq",
     "glowplug.plugins.quantization.tuners",
     "glowplug.plugins.quantization.tuned_tables",
     "glowplug.plugins.parallel.single",
@@ -78,6 +80,7 @@ DEFAULT_PLUGINS = (
     "glowplug.plugins.executors.ray_executor",
     "glowplug.plugins.ops.triton_ops",
     "glowplug.plugins.ops.torch_ops",
+    "glowplug.plugins.ops.torch_compile",
 )
 
 

@@ -16,7 +16,7 @@ from glowplug.core.choose import choose, own_check
 from glowplug.core.config import SECRETS, Parsed, parse, recorded
 from glowplug.core.draft import Draft
 from glowplug.core.errors import ConfigError, FactsError, PlanRefused, Refusal, WeightError
-from glowplug.core.facts import Facts, HardwareFacts, SoftwareFacts
+from glowplug.core.facts import Facts, HardwareFacts
 from glowplug.core.machine import this_machine
 from glowplug.core.mesh import divides
 from glowplug.core.options import SpeculativeOptions
@@ -53,7 +53,7 @@ def plan(config: Mapping[str, Any], *, source: str = "the configuration", lines:
     if hardware is not None and "+cpu" in software.packages.get("torch", ""):
         # NOTE: the other machine has a build of its own; which CUDA it has is not known here.
         torch = software.packages["torch"].partition("+")[0]
-        software = SoftwareFacts(software.python, {**software.packages, "torch": torch})
+        software = replace(software, packages={**software.packages, "torch": torch})
     facts = Facts(reading.facts, hardware or this_machine(), software) if reading is not None else None
     defaults = _contributions(plugins, facts, contributed or {})
     parsed = parse(config, plugins, plugins.config_model, defaults, places)

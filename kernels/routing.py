@@ -48,6 +48,13 @@ def topk_sigmoid(
     if few.is_few(logits):
         found = few.topk_sigmoid(logits.numpy(), bias.numpy(), k, groups, topk_groups, renormalize, scale)
         return torch.from_numpy(found[0]), torch.from_numpy(found[1])
+    return topk_sigmoid_reference(logits, bias, k, groups, topk_groups, renormalize, scale)
+
+
+def topk_sigmoid_reference(
+    logits: Tensor, bias: Tensor, k: int, groups: int, topk_groups: int, renormalize: bool, scale: float,
+) -> tuple[Tensor, Tensor]:
+    """As :func:`topk_sigmoid`, in torch for any number of tokens."""
     scores = logits.sigmoid()
     choice = scores + bias
     if topk_groups < groups:

@@ -6,9 +6,12 @@ from torch import Tensor
 
 def add_pairs(rows: Tensor, ids: Tensor) -> Tensor:
     """rows [T * K, N], ids [T, K] -> [T, N]: each token's rows in float32, but those of negative ids."""
-    tokens, width = ids.shape
-    counting = rows.float().view(tokens, width, rows.shape[1]).masked_fill((ids < 0).unsqueeze(-1), 0.0)
-    return counting.sum(1).to(rows.dtype)
+    return sum_of_pairs(rows.view(*ids.shape, rows.shape[1]), ids).to(rows.dtype)
+
+
+def sum_of_pairs(rows: Tensor, ids: Tensor) -> Tensor:
+    """rows [T, K, N], ids [T, K] -> float32 [T, N]."""
+    return rows.float().masked_fill((ids < 0).unsqueeze(-1), 0.0).sum(1)
 
 
 def add_up(parts: Tensor) -> Tensor:

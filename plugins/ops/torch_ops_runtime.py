@@ -2,16 +2,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from glowplug.core.options import OpsOptions
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Quantized, Route, Worker
 from glowplug.kernels import activation, fp8, norm, rope, routing
-
-if TYPE_CHECKING:
-    from glowplug.plugins.ops.torch_ops import TorchOpsOptions
 
 FP8_VALUES = "fp8_group128_values"
 MARGIN = 64  #: rows of the rope table beyond the context, which drafted tokens may reach
@@ -20,7 +18,7 @@ MARGIN = 64  #: rows of the rope table beyond the context, which drafted tokens 
 class TorchOps:
     """``Ops`` for one rank."""
 
-    def __init__(self, options: TorchOpsOptions, plan: EnginePlan, worker: Worker) -> None:
+    def __init__(self, options: OpsOptions, plan: EnginePlan, worker: Worker) -> None:
         self._device = worker.device
         self.rms_norm = norm.rms_norm
         self.add_rms_norm: Callable[..., tuple[Tensor, Tensor]] = norm.add_rms_norm

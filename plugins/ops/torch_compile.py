@@ -1,0 +1,42 @@
+"""Small kernels compiled by torch.compile: steps of few tokens run what inductor makes of the torch references."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field
+
+from glowplug.core.component import CheckContext, Component
+from glowplug.core.errors import Refusal
+from glowplug.core.hookspecs import hookimpl
+from glowplug.core.offers import OpsOffers
+from glowplug.core.options import OpsOptions
+from glowplug.plugins.ops.torch_ops import TABLE
+
+NAME = "torch_compile"
+
+
+class TorchCompileOptions(OpsOptions):
+    use: Literal["torch_compile"] = "torch_compile"
+    max_batch: int = Field(32, ge=1, description="sequences in a step up to which it is compiled; larger steps, and "
+                                                 "long prompts, take the kernels that are there without")
+
+
+def check_torch_compile(context: CheckContext) -> Iterator[Refusal]:
+    """Inductor writes C++ for a CPU and Triton for CUDA, and needs what compiles them."""
+    software, fix = context.facts.software, 'ops.use = "auto"'
+    if context.values["device"] == "cpu" and not software.cxx:
+        yield Refusal(NAME, "ops.use", "torch.compile needs a C++ compiler on a CPU, and none is installed",
+                      f"install g++, or name one in CXX; or {fix}")
+    if context.values["device"] == "cuda" and not software.packages.get("triton"):
+        yield Refusal(NAME, "ops.use", "torch.compile needs triton on CUDA (not installed)",
+                      f'pip install "triton>=3.5"; or {fix}')
+
+
+@hookimpl
+def register_ops() -> list[Component]:
+    return [Component(
+        name=NAME, options=TorchCompileOptions, check=check_torch_compile,
+        factory="glowplug.plugins.ops.torch_compile_runtime:TorchCompileOps",
+        offers=OpsOffers(devices=frozenset({"cpu", "cuda"}), ops=TABLE),
+        summary="the glue of small steps compiled by torch.compile, kept between starts")]

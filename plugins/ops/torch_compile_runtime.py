@@ -1,0 +1,103 @@
+"""The runtime of ``ops.torch_compile``: norms, activation and gates compiled; the rest is the device's own table."""
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import Parts, Worker
+from glowplug.core.startup import cache_folder
+from glowplug.kernels import routing
+from glowplug.kernels.norm import rms_norm_reference
+from glowplug.kernels.sums import sum_of_pairs
+from glowplug.plugins.ops.compiled import Compiled
+from glowplug.plugins.ops.torch_ops import TorchOpsOptions
+from glowplug.plugins.ops.torch_ops_runtime import TorchOps
+
+if TYPE_CHECKING:
+    from glowplug.plugins.ops.torch_compile import TorchCompileOptions
+
+
+class TorchCompileOps:
+    """``Ops`` for one rank. On CUDA the gate in one call and the producers of FP8 stay Triton's."""
+
+    def __init__(self, options: TorchCompileOptions, plan: EnginePlan, worker: Worker) -> None:
+        keep_programs(worker.device)
+        base = _base(plan, worker)
+        most = options.max_batch * plan.sizes.width
+        self.rms_norm = Compiled(_rms_norm, base.rms_norm, most)
+        self.silu_and_mul = Compiled(_silu_and_mul, base.silu_and_mul, most)
+        self.topk_softmax = Compiled(routing.topk_softmax, base.topk_softmax, most)
+        self.topk_sigmoid = Compiled(routing.topk_sigmoid_reference, base.topk_sigmoid, most)
+        self._add = Compiled(_add_rms_norm, base.add_rms_norm, most, varying=2)
+        self._add_pairs = Compiled(_add_pairs_rms_norm, _unfolded(base.add_rms_norm), most, varying=3)
+        self.adds_parts = base.adds_parts
+        self.rope_table, self.rope_at, self.rope = base.rope_table, base.rope_at, base.rope
+        self.fused: Mapping[tuple[str, str], Callable[..., Any]] = base.fused
+        self.route = base.route
+
+    def add_rms_norm(self, x: Tensor | Parts, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if isinstance(x, Parts):
+            return self._add_pairs(  # type: ignore[no-any-return]
+                x.rows.view(*x.ids.shape, residual.shape[1]), x.ids, residual, weight, eps)
+        return self._add(x, residual, weight, eps)  # type: ignore[no-any-return]
+
+
+def keep_programs(device: str) -> None:
+    """Let inductor keep what it compiles in a folder of ours, unless the operator has named one."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    # NOTE: inductor writes its default, a folder in /tmp, into the environment when it is first asked
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir()) == default_cache_dir():
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder("inductor"))
+    if device != "cpu":
+        from triton import knobs
+
+        # NOTE: inductor points Triton to its own folder otherwise, away from the kernels that were compiled before
+        os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
+
+
+def _base(plan: EnginePlan, worker: Worker) -> TorchOps:
+    """What the device has without compiling."""
+    if worker.device == "cpu":
+        return TorchOps(TorchOpsOptions(), plan, worker)
+    from glowplug.plugins.ops.triton_ops import TritonOpsOptions
+    from glowplug.plugins.ops.triton_ops_runtime import TritonOps
+
+    return TritonOps(TritonOpsOptions(), plan, worker)
+
+
+# ---- what is compiled -----------------------------------------------------------------------------------------------
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return rms_norm_reference(x, weight, eps)
+
+
+def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = residual + x
+    return rms_norm_reference(total, weight, eps), total
+
+
+def _add_pairs_rms_norm(rows: Tensor, ids: Tensor, residual: Tensor, weight: Tensor,
+                        eps: float) -> tuple[Tensor, Tensor]:
+    """rows [T, K, N], ids [T, K]."""
+    total = (sum_of_pairs(rows, ids) + residual).to(residual.dtype)
+    return rms_norm_reference(total, weight, eps), total
+
+
+def _silu_and_mul(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return F.silu(x[..., :half]) * x[..., half:]
+
+
+def _unfolded(add_rms_norm: Callable[..., Any]) -> Callable[..., Any]:
+    """``add_rms_norm`` by the arguments of ``_add_pairs_rms_norm``."""
+    def add(rows: Tensor, ids: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Any:
+        return add_rms_norm(Parts(rows.view(-1, rows.shape[-1]), ids), residual, weight, eps)
+
+    return add

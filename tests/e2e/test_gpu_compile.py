@@ -1,0 +1,60 @@
+"""Compiled small kernels, graphs, experts, block FP8 and next-token drafts together give the tokens of eager steps, and
+nothing is compiled once the engine serves."""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch._dynamo.utils import counters
+
+from glowplug import LLM
+from tests.e2e.test_gpu_graphs import SIZES, engine, folder_of, lengths, prompts, runner_of, tokens
+
+pytestmark = pytest.mark.gpu
+COMPILED = {"ops": {"use": "torch_compile", "max_batch": 4}}
+DRAFTING = {"speculative": {"use": "nextn", "steps": 2}}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+
+
+def programs() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+def served(llm: LLM, counts: tuple[int, ...]) -> list[list[list[int]]]:
+    """Tokens; what is compiled meanwhile is an error."""
+    before = programs()
+    found = [tokens(llm, count) for count in counts]
+    assert programs() == before, "a step compiled something"
+    return found
+
+
+@pytest.mark.parametrize(("name", "more"), [("v2", {}), ("v3", {}), ("v3", DRAFTING), ("llama", {})],
+                         ids=["v2", "v3", "v3_nextn", "llama"])
+def test_compiled_steps_give_the_eager_tokens(tmp_path: Path, name: str, more: dict[str, Any]) -> None:
+    """Batches up to the limit are compiled, those above it not; both are captured."""
+    folder, counts = folder_of(tmp_path, name), (1, 2, 3, 5, 9)
+    with engine(folder, graphs={"use": "eager"}) as llm:
+        eager = [tokens(llm, count) for count in counts]
+    for graphs in ({"use": "eager"}, {"use": "cuda_graph", "batch_sizes": SIZES}):
+        before = programs()
+        with engine(folder, **COMPILED, **more, graphs=graphs) as llm:
+            assert served(llm, counts) == eager
+            if graphs["use"] == "cuda_graph":
+                assert [sorted(slots) for slots in runner_of(llm).graphs._slots.values()] == [SIZES]
+        assert programs() > before
+
+
+def test_block_fp8_with_drafts_is_compiled_and_captured(tmp_path: Path) -> None:
+    """Rounding depends on the batch's shape here, so that only the first tokens of one row are compared."""
+    folder, found = folder_of(tmp_path, "v3_fp8"), []
+    for more in ({"graphs": {"use": "eager"}}, COMPILED, {**COMPILED, **DRAFTING}):
+        with engine(folder, dtype="bfloat16", **more) as llm:
+            found.append([ids[:2] for ids in served(llm, (1,))[0]])
+            answers = llm.generate(prompts(3), lengths(3))
+            assert [len(one.token_ids) for one in answers] == [8, 11, 14]
+    assert found[0] == found[1] == found[2]
