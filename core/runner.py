@@ -102,6 +102,15 @@ class Runner:
         key = None if batch.segments is DIRECT else self.sampler.capture_key()
         return (accept() if key is None else run(f"accept {key}", accept)), hidden
 
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """float32 [rows, V] of a step that draws nothing, for measuring accuracy; where drafts run, of prompts only."""
+        with torch.inference_mode():
+            self._complete(batch)
+            if self._speculates:
+                self._feed(batch)
+            self.attention.plan_step(batch, None)
+            return self._forward(batch)[1].float()
+
     def _feed(self, batch: Batch) -> None:
         drafted = self.speculative.draft(batch).flatten()
         prompts = batch.num_decodes < batch.num_rows

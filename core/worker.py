@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from glowplug.core.build import BuildContext
+from glowplug.core.cache_gate import check_cache
 from glowplug.core.engine import Engine, RankClock
 from glowplug.core.errors import GlowplugError
 from glowplug.core.facts import ModelFacts
@@ -81,8 +82,9 @@ class RankBuilder:
             with self.memory.capturing():
                 runner.graphs.capture(runner, self.phases.progress("capture"))
             remarks.append(self.memory.graphs())
-        with self.phases.run("self-test"):
+        with self.phases.run("self-test") as remarks:
             self.memory.test(runner, context.parallel)
+            remarks += filter(None, [check_cache(runner, self.plan)])
         context.parallel.forget_load()
         if self.memory.measures:
             self.phases.note(self.memory.summary())

@@ -1,0 +1,87 @@
+"""The error of a cache's format, measured on the CPU with a backend that rounds what it caches, and what follows."""
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from glowplug import LLM
+from glowplug.core import cache_gate
+from glowplug.core.cache_gate import CacheError, cache_error, check_cache
+from glowplug.core.errors import GlowplugError
+from glowplug.core.plan import EnginePlan
+from glowplug.core.runner import Runner
+from tests.tiny import write_config
+
+
+def engine(folder: Path, name: str = "v3", **config: Any) -> LLM:
+    base: dict[str, Any] = {"weights": {"use": "random"}, "skip_tokenizer": True, "memory": {"kv_tokens": 4096},
+                            "dtype": "float32", "attention": {"use": "torch_mla"}}
+    return LLM(str(write_config(folder, name, num_nextn_predict_layers=1)), plugins=("tests.teacher",), device="cpu", **{**base, **config})
+
+
+def parts(llm: LLM) -> tuple[Runner, EnginePlan]:
+    return llm._executor._engine.runner, llm.plan  # type: ignore[attr-defined]
+
+
+def measured(folder: Path, to: str | None, **config: Any) -> CacheError:
+    attention = {"use": "torch_mla"} if to is None else {"use": "rounded_mla", "to": to}
+    with engine(folder, attention=attention, **config) as llm:
+        found = cache_error(*parts(llm))
+        assert found is not None
+        llm.control("check")
+        return found
+
+
+@pytest.mark.parametrize("name", ["v2", "v3", "v3_fp8"])
+def test_formats_cost_what_they_round(name: str, tmp_path: Path) -> None:
+    exact, half, narrow, narrower = (measured(tmp_path, to) for to in
+                                     (None, "bfloat16", "float8_e4m3fn", "float8_e5m2"))
+    assert exact.kl < 1e-9 and exact.cosine > 1 - 1e-9 and exact.top1 == 1.0
+    assert half.kl < narrow.kl / 10 and narrow.kl < narrower.kl / 2
+    assert narrow.kl < 0.02 and narrow.prompts == cache_gate.ROWS * cache_gate.ROUNDS
+
+
+def test_drafts_do_not_change_it(tmp_path: Path) -> None:
+    plain = measured(tmp_path, "float8_e4m3fn")
+    drafted = measured(tmp_path, "float8_e4m3fn", speculative={"use": "nextn", "steps": 2})
+    assert drafted.kl == pytest.approx(plain.kl, rel=0.8) and drafted.prompts == plain.prompts
+
+
+def test_short_sequences_are_not_measured(tmp_path: Path) -> None:
+    with engine(tmp_path, context_length=8) as llm:
+        runner, plan = parts(llm)
+        assert cache_error(runner, plan) is None
+        assert "not measured" in (check_cache(runner, replace(plan, kv_dtype="fp8_e4m3")) or "")
+
+
+def test_a_step_of_few_tokens_is_enough(tmp_path: Path) -> None:
+    found = measured(tmp_path, None, scheduler={"chunk_size": 20, "max_running_requests": 3})
+    assert found.prompts == cache_gate.ROUNDS and found.tokens == 19 and found.kl < 1e-9
+
+
+@pytest.mark.parametrize("bound,refused", [(1e-12, True), (10.0, False), (None, False)])
+def test_the_bound(bound: float | None, refused: bool, tmp_path: Path) -> None:
+    attention = {"use": "rounded_mla", "to": "float8_e5m2", "kv_error": bound}
+    with engine(tmp_path, attention=attention) as llm:
+        runner, plan = parts(llm)
+        assert check_cache(runner, plan) is None, "a cache of 16 bits or more is not measured"
+        narrow = replace(plan, kv_dtype="fp8_e5m2")
+        if refused:
+            with pytest.raises(GlowplugError, match=r"fp8_e5m2 changes .* too much: KL .* at most 1e-12 nats .*"
+                                                    r"Fix: attention.kv_dtype = \"auto\""):
+                check_cache(runner, narrow)
+        else:
+            assert "a cache in fp8_e5m2 costs KL" in (check_cache(runner, narrow) or "")
+
+
+def test_numbers_that_are_none_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine(tmp_path) as llm:
+        runner, plan = parts(llm)
+        plain = runner.logits
+        monkeypatch.setattr(runner, "logits", lambda batch: torch.full_like(plain(batch), float("nan")))
+        with pytest.raises(GlowplugError, match="KL nan"):
+            check_cache(runner, replace(plan, kv_dtype="fp8_e4m3"))
