@@ -1,8 +1,8 @@
 """Steps on the scratch page, before any request: the self-test, and the largest admitted steps, to measure memory.
 
-The self-test is one prefill and one decode step. It pays first-use costs and refuses a model whose logits are not
-finite before any client can see it. Ranks take the same steps together; groups of ranks also one in which only the
-first group has work.
+The self-test is a short prefill, a longer one and one decode step. It pays first-use costs and refuses a model whose
+logits are not finite before any client can see it. Ranks take the same steps together; groups of ranks also one in
+which only the first group has work.
 """
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from glowplug.core.request import MAX_LOGPROBS, SamplingParams, Sequence
 from glowplug.core.runner import Runner
 
 WARM_TOKENS = 2048  #: longest warm-up prefill; beyond it the cost is arithmetic, not first use
+SHORT_TOKENS = 13  #: the shortest: other kernels, and a captured pass where there are some
 FEW_PAGES = 2  #: enough of a pool for every step here
 CACHED_CHUNKS = 1  #: chunks before the one whose memory is measured; backends read longer prefixes in pieces
 SCORED = 257  #: tokens of a prompt that is scored: a whole piece of what the runner scores at a time
@@ -28,7 +29,7 @@ EVERYTHING = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, pr
 
 def warm_up(runner: Runner, plan: EnginePlan, router: RequestRouter | None = None) -> None:
     """GlowplugError when a step yields NaN."""
-    for own in (_prefill, _decode):
+    for own in (_short_prefill, _prefill, _decode):
         batch = own(plan)
         _run(runner, batch, batch)
     if router is not None:
@@ -119,6 +120,11 @@ def _prompt_length(plan: EnginePlan) -> int:
 
 def _prefill(plan: EnginePlan) -> Batch:
     length = _prompt_length(plan)
+    return _scratch_batch(plan, Mode.PREFILL, 1, length, length, _ids(plan, length))
+
+
+def _short_prefill(plan: EnginePlan) -> Batch:
+    length = min(SHORT_TOKENS, _prompt_length(plan))
     return _scratch_batch(plan, Mode.PREFILL, 1, length, length, _ids(plan, length))
 
 
