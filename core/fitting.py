@@ -5,6 +5,7 @@ kernels are compiled and libraries have their workspaces, so that the pool can h
 """
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -147,6 +148,7 @@ class RankMemory:
         NOTE: what their pool has from the device, since nothing else can use it, whether tensors live there or not.
         """
         with self.naming("capture"):
+            gc.collect()  # what went out of use before is not to be counted against what graphs take
             outside = self.meter.outside
             with self.meter.taking("graphs"):
                 yield

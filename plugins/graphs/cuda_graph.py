@@ -22,10 +22,10 @@ NAME = "cuda_graph"
 CAPTURES = frozenset({Mode.DECODE, Mode.VERIFY, Mode.DRAFT_DECODE})
 MOST_ROWS = 512  #: of the default list
 SMALL = (1, 2, 3, 4, 6, 8, 12)  #: sizes below 16 of the default list, where a row added costs the most
-FURTHER = 256  #: between token counts behind the default list, where a larger limit is given
+FURTHER = 128  #: between token counts behind the default list, where a larger limit is given
 #: token counts of the default list. Up to some hundred tokens a step reads every weight, whatever their number; beyond
 #: the last one computing takes as long as launching.
-TOKEN_COUNTS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
+TOKEN_COUNTS = (16, 32, *range(64, 513, 64), *range(640, 1281, 128))
 
 Size = Annotated[int, Field(ge=1)]
 
@@ -38,9 +38,10 @@ class CudaGraphOptions(GraphOptions):
     max_batch: int | None = Field(None, ge=1, description="the largest of them; None: scheduler.max_running_requests, "
                                                           f"{MOST_ROWS} at most")
     prefill_tokens: tuple[Size, ...] | None = Field(
-        None, min_length=1, description="tokens in such a step to capture; None: " + ", ".join(map(str, TOKEN_COUNTS)))
-    max_prefill_tokens: int | None = Field(None, ge=1, description="the largest of them; None: no limit but "
-                                                                   "scheduler.chunk_size and the decoding rows")
+        None, min_length=1, description="tokens in such a step to capture; None: 16, 32, 64, and on in steps of 64 "
+                                        f"to 512 and 128 to {TOKEN_COUNTS[-1]}")
+    max_prefill_tokens: int | None = Field(None, ge=1, description="the largest of them; None: that of the list, "
+                                                                   f"or {TOKEN_COUNTS[-1]}")
     on_failure: Literal["stop", "eager"] = Field(
         "stop", description="when a capture fails: stop loading, or run the steps of that size and mode eagerly")
 

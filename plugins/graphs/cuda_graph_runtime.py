@@ -22,8 +22,9 @@ from glowplug.plugins.graphs.piecewise_tape import CudaTape
 from glowplug.plugins.graphs.slot import Recorder, Shape, Slot
 from glowplug.plugins.graphs.staging import Staging
 
-#: how rows may sample in a step whose sampling is captured with it
-SAMPLED = (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0))
+#: how rows may sample in a step whose sampling is captured with it, as far as the sampler has a word for each
+SAMPLED = (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.5), SamplingParams(top_k=2),
+           SamplingParams(presence_penalty=1.0), SamplingParams(logprobs=0))
 
 
 class CudaGraph:
