@@ -61,6 +61,12 @@ class Logprobs(msgspec.Struct, array_like=True):
     top_ids: list[list[int]]
     top: list[list[float]]
 
+    def extend(self, later: Logprobs) -> None:
+        """Those of the tokens that follow."""
+        self.token.extend(later.token)
+        self.top_ids.extend(later.top_ids)
+        self.top.extend(later.top)
+
 
 class Finished(msgspec.Struct, array_like=True):
     """The end of a sequence. ``reason``: stop, length, abort, timeout, error. ``stop_id``: the token that ended it."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from glowplug.core.errors import EngineDead, QueueFull, RequestError
 from glowplug.core.messages import Control, Inbound, Outbound, Reply, Stats, decode_outbound, encode
+from glowplug.core.options import ServerOptions
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Executor
 from glowplug.core.request import SamplingParams
@@ -28,26 +29,44 @@ HEARTBEAT_LIMIT = 10.0  #: seconds without a frame before the engine counts as u
 
 
 class _Mailbox:
-    """Deltas of one sequence, one consumer. ``put`` merges nothing and never blocks; ``limit`` bounds it."""
+    """Deltas of one sequence, one consumer. ``put`` never blocks.
 
-    __slots__ = ("_items", "_waiter")
+    ``interval``: tokens that become one delta, behind the first token; 1: every delta as it comes.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_interval", "_items", "_loop", "_open", "_started", "_waiter")
+
+    def __init__(self, interval: int, loop: asyncio.AbstractEventLoop) -> None:
+        self._interval, self._loop = interval, loop
         self._items: deque[Delta | Exception] = deque()
         self._waiter: asyncio.Future[None] | None = None
+        self._started = self._open = False  # open: the last item has fewer tokens than wanted and waits for more
 
     def put(self, item: Delta | Exception) -> None:
-        self._items.append(item)
-        if self._waiter is not None and not self._waiter.done():
+        last = self._items[-1] if self._open else item
+        if self._open and isinstance(item, Delta) and isinstance(last, Delta):
+            last.merge(item)
+        else:
+            last = item
+            self._items.append(item)
+        self._open = (self._started and isinstance(last, Delta) and last.finish_reason is None
+                      and len(last.token_ids) < self._interval)
+        self._started = True
+        if self._waiter is not None and self.ready and not self._waiter.done():
             self._waiter.set_result(None)
 
+    @property
+    def ready(self) -> bool:
+        return len(self._items) > self._open
+
     async def get(self) -> Delta:
-        while not self._items:
-            self._waiter = asyncio.get_running_loop().create_future()
+        while not self.ready:
+            self._waiter = self._loop.create_future()
             await self._waiter
         item = self._items.popleft()
         if isinstance(item, Exception):
             raise item
+        item.more = self.ready
         return item
 
 
@@ -68,6 +87,7 @@ class EngineClient:
         self._replies: dict[int, asyncio.Future[Reply]] = {}
         self._control_id = 0
         self._outgoing: list[Inbound] = []
+        self._interval = ServerOptions.model_validate(plan.config.get("server", {})).stream_interval
         self._stopping = threading.Event()
         self._dead = asyncio.Event()
         self._pump: threading.Thread | None = None
@@ -145,11 +165,11 @@ class EngineClient:
             raise EngineDead(self.reason or f"the engine is {self.state}")
         stream, message = self._front.submit(prompt_ids, params, priority=priority, salt=salt, timeout=timeout,
                                              queue_timeout=queue_timeout)
-        mail = self._mail[stream.id] = _Mailbox()
+        mail = self._mail[stream.id] = _Mailbox(self._interval, asyncio.get_running_loop())
         self._requests[request_id].append(stream)
         self._send(message)
         try:
-            while not stream.done or mail._items:
+            while not stream.done or mail.ready:
                 delta = await mail.get()
                 if delta.finish_reason == "error" and delta.error_code in ("queue_full", "context_length_exceeded",
                                                                             "kv_too_small", "invalid_request"):

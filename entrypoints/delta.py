@@ -19,6 +19,7 @@ class Delta:
         stop_reason: the stop string or token id that ended it.
         error, error_code: set when ``finish_reason`` is "error".
         cached_tokens, prompt_tokens, output_tokens: counts so far.
+        more: the next delta is there already, because its reader lags behind the engine.
     """
 
     text: str = ""
@@ -32,3 +33,17 @@ class Delta:
     cached_tokens: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
+    more: bool = False
+
+    def merge(self, later: Delta) -> None:
+        """Take in the sequence's next delta: both are then one."""
+        self.text += later.text
+        self.token_ids.extend(later.token_ids)
+        if self.logprobs is None:
+            self.logprobs = later.logprobs
+        elif later.logprobs is not None:
+            self.logprobs.extend(later.logprobs)
+        self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+        self.error, self.error_code = later.error, later.error_code
+        self.cached_tokens, self.output_tokens = later.cached_tokens, later.output_tokens

@@ -121,6 +121,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag(("--api-key",), "server.api_key", "bearer token that clients must send"),
     Flag(("--admin-api-key",), "server.admin_api_key", "bearer token of the admin routes"),
     Flag(("--served-model-name",), "server.served_model_name", "name of the model in /v1/models"),
+    Flag(("--stream-interval",), "server.stream_interval", "tokens in each event of a stream", int),
     Flag(("--reasoning-parser",), "outputs[*].use", "separate the reasoning: deepseek-r1"),
     Flag(("--tool-call-parser",), "outputs[*].use", "tool-call parser by name"),
     Flag(("--log-level",), "log.level", "debug, info, warning, error"),

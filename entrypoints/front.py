@@ -182,10 +182,7 @@ class Front:
         if stream.prompt_logprobs is None:
             stream.prompt_logprobs = scores
         else:
-            known = stream.prompt_logprobs
-            known.token.extend(scores.token)
-            known.top_ids.extend(scores.top_ids)
-            known.top.extend(scores.top)
+            stream.prompt_logprobs.extend(scores)
 
     def _delta(self, stream: Stream, tokens: list[int], logprobs: Logprobs | None, end: Finished | None) -> Delta:
         stream.output_tokens += len(tokens)

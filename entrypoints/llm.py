@@ -57,9 +57,7 @@ class Completion:
         if delta.logprobs is not None:
             if self.logprobs is None:
                 self.logprobs = Logprobs([], [], [])
-            self.logprobs.token.extend(delta.logprobs.token)
-            self.logprobs.top_ids.extend(delta.logprobs.top_ids)
-            self.logprobs.top.extend(delta.logprobs.top)
+            self.logprobs.extend(delta.logprobs)
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         if delta.finish_reason is not None:

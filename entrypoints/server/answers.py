@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
@@ -63,12 +63,20 @@ async def collected(deltas: Deltas, answer: WholeAnswer) -> dict[str, Any]:
 
 
 async def streamed(deltas: Deltas, chunks: Chunks) -> AsyncGenerator[bytes, None]:
-    async with aclosing(deltas) as source:
-        async for index, delta in source:
-            data = chunks.add(index, delta)
-            if data:
-                yield data
-    yield chunks.end()
+    """What is to be written, several events at once where the next one is there already."""
+    held = b""
+    try:
+        async with aclosing(deltas) as source:
+            async for index, delta in source:
+                held += chunks.add(index, delta)
+                if held and not delta.more:
+                    yield held
+                    held = b""
+    except Exception:
+        if held:
+            yield held
+        raise
+    yield held + chunks.end()
 
 
 async def _gone(receive: Receive) -> None:
@@ -140,18 +148,26 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+def _never(body: bytes) -> bool:
+    """For servers without ``glowplug.write``."""
+    return False
+
+
 class _StallGuard:
     """Watches one stream's writes with a timer that is set once in ``seconds``, not once a chunk."""
 
     def __init__(self, scope: Scope, seconds: float) -> None:
         extensions: dict[str, Any] = scope.get("extensions") or {}
         self._abort = extensions.get("glowplug.abort", {}).get("call")
+        self._write: Callable[[bytes], bool] = extensions.get("glowplug.write", {}).get("call") or _never
         self._seconds = seconds
         self._blocked_since = 0.0
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(seconds, self._look)
 
     async def send(self, send: Send, body: bytes) -> None:
+        if self._write(body):
+            return
         self._blocked_since = self._loop.time()
         await send({"type": "http.response.body", "body": body, "more_body": True})
         self._blocked_since = 0.0

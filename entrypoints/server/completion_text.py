@@ -5,6 +5,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
+
 from glowplug.entrypoints.delta import Delta
 from glowplug.entrypoints.server.answers import DONE, event
 from glowplug.entrypoints.server.chat_text import ending
@@ -24,6 +26,7 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     end: Delta | None = None
     started: bool = False
+    plain: tuple[bytes, bytes] | None = None  #: what stands before and behind the text in most chunks
 
 
 class CompletionAnswer:
@@ -38,6 +41,9 @@ class CompletionAnswer:
         self.request, self._context = request, context
         self.usage = UsageCount(self.n)
         self._only_prompt = request.max_tokens == 0
+        options = request.stream_options
+        self._include = options is not None and options.include_usage
+        self._counts_always = options is not None and options.continuous_usage_stats
         self.choices = [self._choice(prompt, text) for prompt, text in zip(prompts, echoed, strict=True)
                         for _ in range(self.n)]
         self._head = {"id": f"cmpl-{rid}", "object": "text_completion", "created": int(time.time()),
@@ -54,7 +60,8 @@ class CompletionAnswer:
         """(text, token ids) that ``delta`` adds to choice ``index``; counts usage, collects log-probabilities."""
         choice = self.choices[index]
         text, ids = ("", []) if self._only_prompt else (delta.text, delta.token_ids)
-        self.usage.see(index, delta, output_tokens=0 if self._only_prompt else None)
+        if self._counts_always or delta.finish_reason is not None:
+            self.usage.see(index, delta, output_tokens=0 if self._only_prompt else None)
         if choice.logprobs is not None:
             if delta.prompt_logprobs is not None:
                 choice.logprobs.add_prompt(choice.prompt.ids, delta.prompt_logprobs)
@@ -107,6 +114,8 @@ class CompletionChunks(CompletionAnswer):
         logprobs = choice.logprobs.take() if choice.logprobs is not None else None
         if not (text or last or (logprobs and logprobs["tokens"]) or (wanted_ids and ids)):
             return b""
+        if not (last or logprobs or wanted_ids or self._counts_always):
+            return self._plain(index, choice, text)
         body: dict[str, Any] = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
         if last:
             body.update(self._ending(delta))
@@ -114,16 +123,25 @@ class CompletionChunks(CompletionAnswer):
             body["token_ids"] = ids
             if first:
                 body["prompt_token_ids"] = choice.prompt.ids
-        return event({**self._head, "choices": [body], **self._usage()})
+        return self._event(body)
 
-    def _usage(self) -> dict[str, Any]:
-        options = self.request.stream_options
-        if options is None or not (options.include_usage or options.continuous_usage_stats):
-            return {}
-        return {"usage": self.usage.body() if options.continuous_usage_stats else None}
+    def _plain(self, index: int, choice: Choice, text: str) -> bytes:
+        """The common chunk, written around its text: all else in it stays the same over a stream."""
+        if choice.plain is None:
+            body = {"index": index, "text": "\0", "logprobs": None, "finish_reason": None}
+            before, after = self._event(body).split(b'"\\u0000"')
+            choice.plain = before, after
+        return choice.plain[0] + orjson.dumps(text) + choice.plain[1]
+
+    def _event(self, body: dict[str, Any]) -> bytes:
+        chunk = {**self._head, "choices": [body]}
+        if self._counts_always:
+            chunk["usage"] = self.usage.body()
+        elif self._include:
+            chunk["usage"] = None
+        return event(chunk)
 
     def end(self) -> bytes:
-        options = self.request.stream_options
-        if options is None or not options.include_usage:
+        if not self._include:
             return DONE
         return event({**self._head, "choices": [], "usage": self.usage.body()}) + DONE

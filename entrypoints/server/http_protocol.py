@@ -17,7 +17,9 @@ DISCARD_SECONDS = 30.0  #: how long the rest of a body that was already refused 
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """Adds ``scope["extensions"]["glowplug.abort"]["call"]``: closes the connection at once, unsent bytes included."""
+    """Adds two calls to ``scope["extensions"]``: ``["glowplug.abort"]["call"]`` closes the connection at once, unsent
+    bytes included; ``["glowplug.write"]["call"]`` is :meth:`write_chunk`.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -46,7 +48,20 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = {"glowplug.abort": {"call": self.transport.abort}}
+        self.scope["extensions"] = {"glowplug.abort": {"call": self.transport.abort},
+                                    "glowplug.write": {"call": self.write_chunk}}
+
+    def write_chunk(self, body: bytes) -> bool:
+        """Write ``body``, not empty, as a chunk of the answer under way, past the layers that ``send`` goes through.
+
+        False, and nothing written, when only ``send`` knows what to do: the client reads too slowly or has left.
+        """
+        cycle = self.cycle
+        if cycle is None or not cycle.chunked_encoding or cycle.response_complete or cycle.disconnected \
+                or self.flow.write_paused:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return True
 
     def on_headers_complete(self) -> None:
         self._in_head = False

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
+from glowplug.core.collecting import settle_memory
 from glowplug.core.errors import CollectiveError
 from glowplug.core.messages import Failed, Outbound, Progress, encode
 from glowplug.core.plan import EnginePlan
@@ -168,6 +169,7 @@ def _serve(engine: Engine, link: RankLink) -> None:
 
     Every rank that has something to tell the front sends it on its own pipe.
     """
+    settle_memory()
     link.report("serve", 1, 1)
     while True:
         frames, gone = _drain(link.pipe, BEAT if engine.idle else 0.0) if engine.leads else ([], False)
