@@ -2,11 +2,9 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 Report = Callable[[str, int, int], None]  #: phase, done, total
 Note = Callable[[str], None]  #: a line for the log
@@ -46,11 +44,6 @@ class Phases:
                 self._report(name, done, total)
 
         return report
-
-
-def cache_folder(name: str) -> Path:
-    """Where products of compilers are kept between starts: under GLOWPLUG_CACHE_DIR, or ~/.cache/glowplug."""
-    return Path(os.environ.get("GLOWPLUG_CACHE_DIR") or Path.home() / ".cache" / "glowplug") / name
 
 
 def rate(size: int, seconds: float) -> str:

@@ -20,6 +20,8 @@ class TorchCompileOptions(OpsOptions):
     use: Literal["torch_compile"] = "torch_compile"
     max_batch: int = Field(32, ge=1, description="sequences in a step up to which it is compiled; larger steps, and "
                                                  "long prompts, take the kernels that are there without")
+    cache_dir: str | None = Field(None, description="folder in which compiled programs are kept between starts; None: "
+                                                    "TORCHINDUCTOR_CACHE_DIR, or ~/.cache/glowplug/inductor")
 
 
 def check_torch_compile(context: CheckContext) -> Iterator[Refusal]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
@@ -10,7 +11,6 @@ from torch import Tensor
 
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Parts, Worker
-from glowplug.core.startup import cache_folder
 from glowplug.kernels import routing
 from glowplug.kernels.norm import rms_norm_reference
 from glowplug.kernels.sums import sum_of_pairs
@@ -26,7 +26,7 @@ class TorchCompileOps:
     """``Ops`` for one rank. On CUDA the gate in one call and the producers of FP8 stay Triton's."""
 
     def __init__(self, options: TorchCompileOptions, plan: EnginePlan, worker: Worker) -> None:
-        keep_programs(worker.device)
+        keep_programs(options.cache_dir, worker.device)
         base = _base(plan, worker)
         most = options.max_batch * plan.sizes.width
         self.rms_norm = Compiled(_rms_norm, base.rms_norm, most)
@@ -47,13 +47,15 @@ class TorchCompileOps:
         return self._add(x, residual, weight, eps)  # type: ignore[no-any-return]
 
 
-def keep_programs(device: str) -> None:
-    """Let inductor keep what it compiles in a folder of ours, unless the operator has named one."""
+def keep_programs(folder: str | None, device: str) -> None:
+    """Tell inductor, which only asks the environment, where to keep what it compiles."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     # NOTE: inductor writes its default, a folder in /tmp, into the environment when it is first asked
-    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir()) == default_cache_dir():
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder("inductor"))
+    unset = os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir()) == default_cache_dir()
+    if folder is not None or unset:
+        kept = Path.home() / ".cache" / "glowplug" / "inductor" if folder is None else Path(folder).absolute()
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kept)
     if device != "cpu":
         from triton import knobs
 

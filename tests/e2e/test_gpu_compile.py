@@ -16,11 +16,6 @@ COMPILED = {"ops": {"use": "torch_compile", "max_batch": 4}}
 DRAFTING = {"speculative": {"use": "nextn", "steps": 2}}
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-
-
 def programs() -> int:
     return int(counters["stats"]["unique_graphs"])
 

@@ -27,6 +27,7 @@ ENVIRONMENT_ACCESS = {
     "plugins/executors/site.py",  # the same: which rank this process looks after
     "entrypoints/flags.py",  # was this process started by torchrun, and on how many hosts
     "plugins/executors/rank_process.py",  # how long torch's waiting threads spin, for a library that asks nowhere else
+    "plugins/ops/torch_compile_runtime.py",  # where inductor keeps its programs, which it asks nowhere else
     "entrypoints/bench/local_server.py",  # hands its own environment to a child
 }
 IDENTITY = {"name", "use", "algorithm"}
