@@ -3,12 +3,17 @@ nothing is compiled once the engine serves."""
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch._dynamo.utils import counters
 
 from glowplug import LLM
+from glowplug.core.protocols import Worker
+from glowplug.kernels.norm import rms_norm_reference
+from glowplug.plugins.ops.torch_compile import TorchCompileOptions
 from tests.e2e.test_gpu_graphs import SIZES, engine, folder_of, lengths, prompts, runner_of, tokens
 
 pytestmark = pytest.mark.gpu
@@ -53,3 +58,20 @@ def test_block_fp8_with_drafts_is_compiled_and_captured(tmp_path: Path) -> None:
             answers = llm.generate(prompts(3), lengths(3))
             assert [len(one.token_ids) for one in answers] == [8, 11, 14]
     assert found[0] == found[1] == found[2]
+
+
+def test_what_was_never_run_before_a_capture_is_captured_uncompiled() -> None:
+    from glowplug.plugins.ops.torch_compile_runtime import TorchCompileOps
+
+    plan: Any = SimpleNamespace(sizes=SimpleNamespace(width=1))
+    ops = TorchCompileOps(TorchCompileOptions(), plan, Worker(device="cuda"))
+    x, weight = torch.zeros(4, 96, device="cuda"), torch.randn(96, device="cuda")
+    ops.rms_norm(x[:, :64], weight[:64], 1e-6)  # loads what a first call loads
+    before, graph = programs(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = ops.rms_norm(x, weight, 1e-6)
+    for seed in (1, 2):
+        x.copy_(torch.randn(4, 96, generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        torch.testing.assert_close(found, rms_norm_reference(x, weight, 1e-6))
+    assert programs() == before
