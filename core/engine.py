@@ -220,7 +220,7 @@ class Engine:
         result = inflight.wait()
         if inflight.batch.mode is Mode.IDLE:
             return []
-        self._timer.done()
+        self._timer.done(inflight.waited)
         output = self.scheduler.commit(inflight.batch, result)
         for observer in self.observers:
             observer.step(inflight.batch, output)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -22,35 +23,40 @@ class StepTimer:
 
     Tell it of every ``launch``, of every result read (``done``), and when the loop has nothing to do (``idle``).
     Seconds accumulate in ``step_seconds`` (from one result to the next, or from the launch after a pause) and
-    ``bubble_seconds`` (from the last result to the next launch while nothing was in flight).
+    ``bubble_seconds``: what ``done`` is told that the device stood still before the step, or else the time from the
+    last result to the launch while nothing was in flight.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._inflight = 0
+        self._gaps: deque[float | None] = deque()  # of steps in flight, on the host; None: before it was no work
         self._since: float | None = None  # the last result, unless the loop was idle since
         self.steps = 0
         self.step_seconds = 0.0
         self.bubble_seconds = 0.0
 
     def launch(self) -> None:
-        now = self._clock()
-        if self._inflight == 0:
-            if self._since is None:
-                self._since = now
-            else:
-                self.bubble_seconds += now - self._since
-        self._inflight += 1
+        now, gap = self._clock(), None
+        if self._since is None:
+            self._since = now
+        elif not self._gaps:
+            gap = now - self._since
+        else:
+            gap = 0.0
+        self._gaps.append(gap)
 
-    def done(self) -> None:
+    def done(self, waited: float | None = None) -> None:
+        """``waited``: seconds without work on the device before the step, where it can tell."""
         now = self._clock()
-        assert self._inflight > 0 and self._since is not None, "a result without a launch"
-        self._inflight -= 1
+        assert self._gaps and self._since is not None, "a result without a launch"
+        gap = self._gaps.popleft()
+        if gap is not None:
+            self.bubble_seconds += gap if waited is None else waited
         self.steps += 1
         self.step_seconds += now - self._since
         self._since = now
 
     def idle(self) -> None:
         """Nothing in flight, nothing to schedule: the time until the next launch counts as neither."""
-        if self._inflight == 0:
+        if not self._gaps:
             self._since = None

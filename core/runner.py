@@ -30,6 +30,11 @@ class InFlight:
     prompt_logprobs: list[PromptLogprobs]
     copy: Copy | None  #: None where they lie on the host already
 
+    @property
+    def waited(self) -> float | None:
+        """Seconds the device stood still before the step, once ``wait`` has returned; None where it is the host."""
+        return None if self.copy is None else self.copy.waited()
+
     def wait(self) -> StepResult:
         found = [part.numpy() for part in tensors_of(self.accepted)] if self.copy is None else self.copy.wait()
         if len(found) == 1:
@@ -79,6 +84,8 @@ class Runner:
     def launch(self, batch: Batch) -> InFlight:
         """Enqueue ``batch``. The batch is read-only afterwards, and complete if it ran as it came."""
         with torch.inference_mode():
+            if self._copier is not None:
+                self._copier.mark()
             self._join(batch)
             self.sampler.plan_step(batch)
             slot = self.graphs.slot_for(batch)

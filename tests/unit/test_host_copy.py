@@ -1,10 +1,17 @@
 """Copies of results to the host: in turns, growing, each with its own values."""
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
-from glowplug.core.host_copy import TURNS, HostCopier
+from glowplug.core.host_copy import TURNS, Copy, HostCopier
+
+
+def begin(copier: HostCopier, tensors: list[torch.Tensor]) -> Copy:
+    copier.mark()
+    return copier.begin(tensors)
 
 
 @pytest.mark.gpu
@@ -13,7 +20,7 @@ def test_copies_keep_their_values_while_others_are_under_way() -> None:
     for size in (1, 5, 300):
         sent = [[torch.full((size, 2), turn, device="cuda"), torch.arange(size, device="cuda") % 2 == turn % 2,
                  torch.rand(0, 3, device="cuda")] for turn in range(TURNS)]
-        copies = [copier.begin(tensors) for tensors in sent]
+        copies = [begin(copier, tensors) for tensors in sent]
         for tensors in sent:
             tensors[0].zero_()  # behind the copy
         for turn, copy in enumerate(copies):
@@ -26,10 +33,30 @@ def test_copies_keep_their_values_while_others_are_under_way() -> None:
 def test_beginning_does_not_wait_for_the_device() -> None:
     copier, tensor = HostCopier(), torch.ones(4, device="cuda")
     for _ in range(TURNS):
-        copier.begin([tensor]).wait()
+        begin(copier, [tensor]).wait()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        copy = copier.begin([tensor])
+        copy = begin(copier, [tensor])
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert copy.wait()[0].tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.gpu
+def test_the_device_says_how_long_it_stood_still() -> None:
+    copier, tensor = HostCopier(), torch.rand(4096, 4096, device="cuda")
+    assert begin(copier, [tensor[:1]]).waited() == 0.0
+    waits = []
+    for pause in (0.0, 0.02, 0.0):
+        before = begin(copier, [tensor[:1]])
+        if pause:
+            before.wait()
+            time.sleep(pause)
+        copier.mark()
+        for _ in range(20):
+            tensor = tensor @ tensor / 4096
+        copy = copier.begin([tensor[:1]])
+        before.wait()
+        copy.wait()
+        waits.append(copy.waited())
+    assert waits[1] > 0.019 and waits[0] < 0.005 and waits[2] < 0.005, waits

@@ -41,6 +41,21 @@ def test_idle_time_is_neither() -> None:
     assert (timer.step_seconds, timer.bubble_seconds) == (5.0, 0.0)
 
 
+def test_the_device_knows_better() -> None:
+    """Overlapping steps whose device waited for the second; the pause before the third was no work."""
+    clock = Clock()
+    timer = StepTimer(clock)
+    at(timer, clock, (0, "launch"), (1, "launch"))
+    clock.now = 54.0
+    timer.done(9.0)
+    clock.now = 58.0
+    timer.done(0.25)
+    at(timer, clock, (58, "idle"), (70, "launch"))
+    clock.now = 122.0
+    timer.done(12.0)
+    assert (timer.step_seconds, timer.bubble_seconds) == (10.0, 0.25)
+
+
 def test_a_result_without_a_launch_is_a_bug() -> None:
     with pytest.raises(AssertionError):
         StepTimer().done()
