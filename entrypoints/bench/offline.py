@@ -42,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace, config: dict[str, Any]) -> list[dict[str, Any]]:
+    from msgspec.structs import asdict
+
     from glowplug.core.request import SamplingParams
     from glowplug.entrypoints.llm import LLM
 
@@ -54,12 +56,14 @@ def _measure(args: argparse.Namespace, config: dict[str, Any]) -> list[dict[str,
         records = []
         for index in range(args.repeat + 1):
             prompts = [[rng.randrange(vocab) for _ in range(length)] for length in inputs]
-            started = time.perf_counter()
+            before, started = asdict(llm.stats), time.perf_counter()
             done = llm.generate(prompts, params)
             duration = time.perf_counter() - started
             if index:  # the first run warms up
                 generated = sum(len(result.token_ids) for result in done)
-                records.append(_record(args, llm.plan.device, sum(inputs), generated, duration))
+                llm.control("check")  # behind which the statistics are those of the whole run
+                records.append(_record(args, llm.plan.device, sum(inputs), generated, duration)
+                               | {"device_idle_share": report.idle_share(before, asdict(llm.stats))})
         if args.profile:
             print("trace:", traced(llm, "offline", lambda: llm.generate(prompts, params)))
     return records

@@ -15,7 +15,7 @@ def heading(title: str, char: str = "=") -> str:
 
 
 def line(label: str, value: object) -> str:
-    shown = f"{value:.2f}" if isinstance(value, float) else str(value)
+    shown = f"{value:.{4 if 'share' in label else 2}f}" if isinstance(value, float) else str(value)
     return f"{label + ':':<40}{shown:>{WIDTH - 40}}"
 
 
@@ -33,6 +33,7 @@ def serving_report(record: Mapping[str, Any], metrics: Sequence[str], percentile
         ("Peak output token throughput (tok/s)", "max_output_tokens_per_s"),
         ("Total token throughput (tok/s)", "total_token_throughput"), ("Request goodput (req/s)", "request_goodput"),
         ("Concurrency", "concurrency"), ("Accept length", "accept_length"),
+        ("Device idle between steps, share", "device_idle_share"),
     ) if record.get(key) is not None]
     titles = {"e2el": "End-to-End Latency", "ttft": "Time to First Token", "tpot": "Time per Output Token",
               "itl": "Inter-Token Latency"}
@@ -42,6 +43,15 @@ def serving_report(record: Mapping[str, Any], metrics: Sequence[str], percentile
                 *((f"P{percentile:g}", f"p{percentile:g}") for percentile in percentiles), ("Max", "max")]
         rows += [line(f"{label} {metric.upper()} (ms)", record[f"{key}_{metric}_ms"]) for label, key in keys]
     return "\n".join([*rows, "=" * WIDTH])
+
+
+def idle_share(before: Mapping[str, Any], after: Mapping[str, Any]) -> float | None:
+    """Of the time in steps between two statistics of the engine, the share in which the device had nothing to do; None
+    where they do not tell."""
+    if "bubble_seconds" not in after:
+        return None
+    steps = after["step_seconds"] - before.get("step_seconds", 0.0)
+    return float((after["bubble_seconds"] - before.get("bubble_seconds", 0.0)) / steps) if steps > 0 else None
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -8,7 +8,7 @@ import math
 import random
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ async def _run(args: argparse.Namespace) -> int:
     for concurrency, count in _sweep(args):
         prompts = await _prompts(args, target, server, count)
         record, outcomes = await _measure_one(args, target, server, prompts, concurrency)
+        server = replace(server, info=await _info(target))
         failed += record["failed"]
         print(report.serving_report(record, args.percentile_metrics, args.metric_percentiles), flush=True)
         for error in sorted({outcome.error for outcome in outcomes if outcome.error})[:5]:
@@ -86,7 +87,7 @@ async def _look(target: Target, args: argparse.Namespace) -> Server:
     name = args.model or (models[0]["id"] if models else None)
     if name is None:
         raise ValueError(f"{target.base_url}/v1/models answered {status} and no --model is given")
-    info = await _json(target, "/server_info") or await _json(target, "/get_server_info")
+    info = await _info(target)
     described = await _json(target, "/get_model_info") or {}
     vocab = described.get("vocab_size") or (info or {}).get("vocab_size")
     return Server(name, vocab, info)
@@ -106,6 +107,15 @@ async def _ready(target: Target, timeout: float) -> None:
         if time.monotonic() > deadline:
             raise ConnectionError(f"no server at {target.base_url} after {timeout:g} s: {reason}")
         await asyncio.sleep(0.5)
+
+
+async def _info(target: Target) -> dict[str, Any] | None:
+    return await _json(target, "/server_info") or await _json(target, "/get_server_info")
+
+
+def _stats(info: dict[str, Any] | None) -> dict[str, Any]:
+    """The engine's counters; {} for other servers."""
+    return (info or {}).get("stats") or {}
 
 
 async def _json(target: Target, path: str) -> dict[str, Any] | None:
@@ -153,6 +163,7 @@ async def _measure_one(args: argparse.Namespace, target: Target, server: Server,
     if args.profile:
         await _expect_ok(target, "/stop_profile")
     record = _conditions(args, server, len(prompts), concurrency)
+    record["device_idle_share"] = report.idle_share(_stats(server.info), _stats(await _info(target)))
     record |= metrics.measure(outcomes, duration, percentiles=args.metric_percentiles,
                               goodput=metrics.parse_goodput(args.goodput))
     record["total_output_tokens_retokenized"] = _retokenized(args, outcomes)
