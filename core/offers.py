@@ -169,9 +169,13 @@ class GraphOffers(Offers):
 
 @dataclass(frozen=True)
 class SamplerOffers(Offers):
-    """Samplers. ``features``: request fields it honours (names of ``SamplingParams`` fields)."""
+    """Samplers. ``features``: request fields it honours (names of ``SamplingParams`` fields).
+
+    ``state_bytes``: what it keeps on a device at most, for each row and token of the vocabulary.
+    """
 
     features: frozenset[str] = frozenset()
+    state_bytes: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from glowplug.core.draft import Draft
 from glowplug.core.memory.graph_bytes import graph_line
 from glowplug.core.memory.layout import DTYPE_BYTES
 from glowplug.core.mesh import axis_size
+from glowplug.core.offers import SamplerOffers
 from glowplug.core.parameters import stated
 from glowplug.core.plan import BudgetLine
 
@@ -16,7 +17,6 @@ MIB = 1 << 20
 CUDA_RUNTIME = 736 * MIB  #: CUDA context, code of the kernels, libraries' workspaces
 #: device -> float32 copies of the logits while a step samples with all that requests may ask for
 LOGIT_COPIES = {"cpu": 3.0, "cuda": 10.75}
-STATE_BYTES = 5 * 1.25  #: of the sampler for each row and token: counts and a mask, room grown by doubling
 
 
 def workspace_lines(draft: Draft, rows: int, step_tokens: int, device: str) -> list[BudgetLine]:
@@ -26,7 +26,7 @@ def workspace_lines(draft: Draft, rows: int, step_tokens: int, device: str) -> l
     if model.kind == "mla" or model.head_dim:
         lines.append(_rope_tables(draft))
     if device == "cuda":
-        lines.append(BudgetLine("sampling state", int(rows * model.vocab_size * STATE_BYTES),
+        lines.append(BudgetLine("sampling state", int(rows * model.vocab_size * _state_bytes(draft)),
                                 f"penalties and allowed tokens of {rows} rows"))
         lines.append(BudgetLine("cuda runtime", CUDA_RUNTIME, "context, kernels, libraries"))
         graphs = graph_line(draft, rows, step_tokens,
@@ -35,6 +35,11 @@ def workspace_lines(draft: Draft, rows: int, step_tokens: int, device: str) -> l
     if draft.config.memory.reserve_bytes:
         lines.append(BudgetLine("reserve", draft.config.memory.reserve_bytes, "memory.reserve_bytes"))
     return lines
+
+
+def _state_bytes(draft: Draft) -> float:
+    sampler = draft.first("sampling")
+    return sampler.offers.state_bytes if sampler is not None and isinstance(sampler.offers, SamplerOffers) else 0.0
 
 
 def _activation_line(draft: Draft, step_tokens: int) -> BudgetLine:

@@ -224,6 +224,21 @@ class SamplerSuite:
         drawn = [driver.many(row, logits, 100).tolist() for row in (0, 17, ROWS - 1)]
         assert drawn[0] == drawn[1] == drawn[2]
 
+    def test_rows_and_positions_may_be_strided(self) -> None:
+        """As those of one sequence's drafts are, which all stand on one number."""
+        driver, logits = self.driver(), self.logits(6)
+        for row in range(6):
+            driver.join(row, make_params(seed=row, temperature=1.5, top_p=0.9, presence_penalty=0.5), [1, 2], [row])
+        own = torch.arange(6, device=driver.device)
+        driver.sampler.plan_step(decode_batch(range(6), [4] * 6))
+        for rows, positions in ((own[3:4].expand(6), own), (own.flip(0), own[4:5].expand(6)),
+                                (own.repeat_interleave(2)[::2], torch.stack([own, own + 9], 1)[:, 0])):
+            drawn = [driver.sampler.sample(logits.clone().to(own.device), *given).tokens.tolist()
+                     for given in ((rows, positions), (rows.clone(), positions.clone()))]
+            assert drawn[0] == drawn[1]
+            counts = torch.ones(6, dtype=torch.int32, device=own.device)
+            driver.sampler.observe(own[:1].expand(6)[:, None], counts[:1].expand(6), rows)
+
     # ---- edits ------------------------------------------------------------------------------------------------------
 
     def check_edits(self, **changes: object) -> None:

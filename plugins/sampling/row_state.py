@@ -164,3 +164,10 @@ def penalty_counts(tokens: NDArray[np.int32], prompt_len: int, vocab: int) -> ND
     prompt = tokens[:prompt_len]
     counts[prompt[prompt < vocab]] |= PROMPT_BIT
     return counts
+
+
+def allowed_tokens(params: SamplingParams, vocab: int) -> NDArray[np.bool_]:
+    """bool [V]."""
+    mask = np.zeros(vocab, np.bool_)
+    mask[[token for token in params.allowed_token_ids or () if 0 <= token < vocab]] = True
+    return mask

@@ -23,5 +23,5 @@ def register_samplers() -> list[Component]:
     return [Component(
         name="torch", options=TorchSamplerOptions,
         factory="glowplug.plugins.sampling.torch_sampler_runtime:TorchSampler",
-        offers=SamplerOffers(features=FEATURES),
+        offers=SamplerOffers(features=FEATURES, state_bytes=5 * 1.25),  # counts and a mask, room grown by doubling
         summary="greedy, temperature, top-k, top-p, min-p, penalties, bias, seeds and log-probabilities in torch")]

@@ -18,16 +18,19 @@ from glowplug.plugins.sampling.row_state import (
     Feature,
     RowSlots,
     TokenLists,
+    allowed_tokens,
     features_of,
     penalty_counts,
 )
 from glowplug.plugins.sampling.torch_sampler import TorchSamplerOptions
 
 TEMPERATURE, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION = range(6)
-TOP_K, SEED, MIN_LENGTH, PENALTY_SLOT, ALLOWED_SLOT = range(5)
+TOP_K, SEED, MIN_LENGTH, *EDITS = range(6)
+PENALTY_SLOT, ALLOWED_SLOT, _ = EDITS
 BYTES_63 = 1 << 63
 #: steps whose kernels depend on nothing but the rows' columns, which never move
 CAPTURED = {Feature(0): "greedy", Feature.RANDOM: "random"}
+Tokens = NDArray[np.int32]
 
 
 class TorchSampler:
@@ -42,7 +45,7 @@ class TorchSampler:
         rows, device = limits.rows, self._device
         self._vocab, self._width = limits.vocab, limits.width
         self._floats = Column(rows, 6, np.float32, device)
-        self._ints = Column(rows, 5, np.int64, device)
+        self._ints = Column(rows, 3 + len(EDITS), np.int64, device)
         self._flags = np.zeros(rows, np.int64)
         self._min_length = np.zeros(rows, np.int64)
         self._top_logprobs = np.zeros(rows, np.int64)
@@ -67,29 +70,31 @@ class TorchSampler:
         self._floats.write(row, [
             params.temperature, params.top_p, params.min_p,
             params.presence_penalty, params.frequency_penalty, params.repetition_penalty])
-        self._ints.write(row, [
-            max(params.top_k, 0), self._seed(params), min_length,
-            self._join_penalties(row, tokens, prompt_len) if features & Feature.PENALTIES else 0,
-            self._join_allowed(row, params) if features & Feature.ALLOWED else 0])
-        self._join_lists(row, params, stop_ids)
+        self._ints.write(row, [max(params.top_k, 0), self._seed(params), min_length,
+                               *self._join_edits(row, features, params, tokens, prompt_len, stop_ids)])
 
     def _seed(self, params: SamplingParams) -> int:
         seed = self._default_seed if params.seed is None else params.seed
         return (seed + BYTES_63) % (1 << 64) - BYTES_63
 
-    def _join_penalties(self, row: int, tokens: NDArray[np.int32], prompt_len: int) -> int:
-        return self._penalties.write(row, penalty_counts(tokens, prompt_len, self._vocab))
+    def _join_edits(self, row: int, features: Feature, params: SamplingParams, tokens: Tokens, prompt_len: int,
+                    stop_ids: frozenset[int]) -> tuple[int, int, int]:
+        """Set up what changes the row's logits; the columns ``EDITS``."""
+        bias, stops = self._listed(params, stop_ids)
+        self._bias.write(row, bias)
+        self._stops.write(row, stops)
+        penalties = allowed = 0
+        if features & Feature.PENALTIES:
+            penalties = self._penalties.write(row, penalty_counts(tokens, prompt_len, self._vocab))
+        if features & Feature.ALLOWED:
+            allowed = self._allowed.write(row, allowed_tokens(params, self._vocab))
+        return penalties, allowed, 0
 
-    def _join_allowed(self, row: int, params: SamplingParams) -> int:
-        mask = np.zeros(self._vocab, np.bool_)
-        mask[[token for token in params.allowed_token_ids or () if 0 <= token < self._vocab]] = True
-        return self._allowed.write(row, mask)
-
-    def _join_lists(self, row: int, params: SamplingParams, stop_ids: frozenset[int]) -> None:
+    def _listed(self, params: SamplingParams, stop_ids: frozenset[int]) -> tuple[dict[int, float], dict[int, float]]:
+        """What is added to logits always, and what as long as ``min_tokens`` says, by token."""
         bias = {token: value for token, value in (params.logit_bias or {}).items() if token < self._vocab}
         stops = [token for token in stop_ids if token < self._vocab] if params.min_tokens else []
-        self._bias.write(row, bias)
-        self._stops.write(row, dict.fromkeys(stops, float("-inf")))
+        return bias, dict.fromkeys(stops, float("-inf"))
 
     def leave(self, row: int) -> None:
         self._flags[row] = 0

@@ -1,29 +1,60 @@
 """Runtime of the sampler "triton": one object a rank, driven by the engine loop."""
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from glowplug.core.protocols import Limits
-from glowplug.kernels.triton import sampling as kernel
-from glowplug.plugins.sampling.row_state import GREEDY_BELOW, Feature
+from glowplug.core.batch import LogprobTensors
+from glowplug.core.protocols import Limits, Sampled
+from glowplug.core.request import MAX_LOGPROBS, SamplingParams
+from glowplug.kernels import sampling as reference
+from glowplug.kernels.triton import sampling as kernel, sampling_edits, sampling_scores
+from glowplug.plugins.sampling.row_state import (
+    GREEDY_BELOW,
+    PROMPT_BIT,
+    Feature,
+    allowed_tokens,
+    penalty_counts,
+    send,
+)
 from glowplug.plugins.sampling.torch_sampler_runtime import (
-    CAPTURED,
+    EDITS,
+    FREQUENCY,
+    MIN_LENGTH,
     MIN_P,
+    PRESENCE,
+    REPETITION,
     SEED,
     TEMPERATURE,
     TOP_K,
     TOP_P,
+    Tokens,
     TorchSampler,
 )
 
+FLAGS, ADDED, LISTED = EDITS
+ROOM = 512  #: entries of a row's list before it has to move
+DRAWN = Feature.RANDOM | Feature.MIN_P
+CUT = DRAWN | Feature.TOP_P | Feature.TOP_K
+EDITED = Feature.PENALTIES | Feature.BIAS | Feature.ALLOWED | Feature.MIN_TOKENS
+#: what a captured step can do, the least first; a step is replayed by the first that does all its rows need
+REPLAYED = {"greedy": Feature(0), "random": DRAWN, "top-p": DRAWN | Feature.TOP_P, "cut": CUT, "edited": CUT | EDITED,
+            "scored": CUT | Feature.LOGPROBS}
+
 
 class TritonSampler(TorchSampler):
-    """Chooses in two to eighteen launches: the best token, up to eight for each cut-off, the draw."""
+    """Edits and the best token are one launch, each cut-off is eight, the draw one. Nothing waits for the host, and
+    what rows ask for lies in tables that stay where they are, so that replays read it."""
 
     def reserve(self, limits: Limits) -> None:
         super().reserve(limits)
-        self._arrived = torch.zeros(limits.rows * limits.width, dtype=torch.int32, device=self._device)
+        rows, device = limits.rows, self._device
+        self._arrived = torch.zeros(rows * limits.width, dtype=torch.int32, device=device)
+        self._table = torch.zeros(rows, limits.vocab, dtype=torch.int32, device=device)
+        self._ids = torch.zeros(rows, ROOM, dtype=torch.int32, device=device)
+        self._values = torch.zeros(rows, ROOM, device=device)
+        self._moved = False
         floats, ints = self._floats.device, self._ints.device
         self._parameters = kernel.RowParameters(floats[:, TEMPERATURE], floats[:, MIN_P], floats[:, TOP_P],
                                                 ints[:, TOP_K], ints[:, SEED])
@@ -31,32 +62,105 @@ class TritonSampler(TorchSampler):
 
     def _warm_up(self) -> None:
         """Compile every pass now, so that the first request that wants a feature does not wait for it."""
-        self._floats.device[0, TEMPERATURE] = 1.0
-        self._floats.device[0, TOP_P] = 0.5
-        self._ints.device[0, TOP_K] = 2
+        everything = SamplingParams(temperature=1.0, top_p=0.5, top_k=2, presence_penalty=1.0, logit_bias={0: 1.0})
+        self.join(0, everything, np.zeros(1, np.int32), 1, frozenset())
+        self._floats.upload()
+        self._ints.upload()
         none = torch.zeros(1, dtype=torch.int64, device=self._device)
-        everything = Feature.RANDOM | Feature.TOP_K | Feature.TOP_P
-        self._choose_for(everything, torch.zeros(1, self._vocab, device=self._device), none, none)
-        self._floats.device.zero_()
-        self._ints.device.zero_()
+        for self._step in (CUT | Feature.LOGPROBS, CUT | EDITED):
+            sampled = self.sample(torch.zeros(1, self._vocab, device=self._device), none, none)
+            self.observe(sampled.tokens[:, None], torch.ones(1, dtype=torch.int32, device=self._device), none)
+        self.leave(0)
+        self._step = Feature(0)
+
+    # ---- joining and leaving ----------------------------------------------------------------------------------------
+
+    def _join_edits(self, row: int, features: Feature, params: SamplingParams, tokens: Tokens, prompt_len: int,
+                    stop_ids: frozenset[int]) -> tuple[int, int, int]:
+        bias, stops = self._listed(params, stop_ids)
+        self._write_list(row, [*bias, *stops], [*bias.values(), *stops.values()])
+        flags = sampling_edits.LISTED if bias or stops else 0
+        entries = np.zeros(self._vocab, np.int32)
+        if features & Feature.PENALTIES:
+            flags |= sampling_edits.PENALTIES
+            entries = penalty_counts(tokens, prompt_len, self._vocab)
+        if features & Feature.ALLOWED:
+            flags |= sampling_edits.ALLOWED
+            entries[~allowed_tokens(params, self._vocab)] |= sampling_edits.FORBIDDEN
+        if features & (Feature.PENALTIES | Feature.ALLOWED):
+            self._table[row] = send(entries, self._device)
+        return flags, len(bias), len(bias) + len(stops)
+
+    def _write_list(self, row: int, ids: list[int], values: list[float]) -> None:
+        count = len(ids)
+        if count > self._ids.shape[1]:
+            more = (0, count - self._ids.shape[1])
+            self._ids, self._values = (torch.nn.functional.pad(part, more) for part in (self._ids, self._values))
+            self._moved = True
+        if count:
+            self._ids[row, :count] = send(np.asarray(ids, np.int32), self._device)
+            self._values[row, :count] = send(np.asarray(values, np.float32), self._device)
+
+    def leave(self, row: int) -> None:
+        """The row asks for nothing from now on, so that captured steps may fill up with it."""
+        if self._flags[row]:
+            self._floats.write(row, [0.0] * self._floats.host.shape[1])
+            self._ints.write(row, [0] * self._ints.host.shape[1])
+        super().leave(row)
+
+    # ---- a step -----------------------------------------------------------------------------------------------------
 
     def capture_key(self) -> str | None:
-        return CAPTURED.get(self._step & ~Feature.MIN_P)  # which a draw looks at anyway
+        """NOTE: replayed steps do what every step of that word may need; rows ask for the rest by their columns."""
+        for word, features in REPLAYED.items():
+            if not self._step & ~features and not (self._moved and features.edits):
+                self._step = features
+                self._step_logprobs = min(MAX_LOGPROBS, self._vocab) if features & Feature.LOGPROBS else 0
+                return word
+        return None
 
-    def _choose(self, logits: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return self._choose_for(self._step, logits, rows, positions)
-
-    def _choose_for(self, features: Feature, logits: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        arrived = self._counters(len(logits))
-        choice = kernel.best(logits, arrived)
+    def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Tensor | None = None) -> Sampled:
+        step, arrived = self._step, self._counters(len(logits))
+        # NOTE: the rows of one sequence's drafts are one number repeated with a stride of zero.
+        rows, positions = rows.contiguous(), positions.contiguous()
+        scored = bool(step & Feature.LOGPROBS)
+        raw = logits.clone() if scored and step.edits else logits
+        if step.edits:
+            choice = kernel.best_edited(logits, arrived, rows, positions, _even(ahead), self._edits())
+        else:
+            choice = kernel.best(logits, arrived)
+        peaks = choice.peaks
         for feature, count in ((Feature.TOP_K, True), (Feature.TOP_P, False)):
-            if features & feature:
+            if step & feature:
                 kernel.cut_off(logits, choice, rows, self._parameters, GREEDY_BELOW, count, arrived)
-        if features & Feature.RANDOM:
+        if step & Feature.RANDOM:
             kernel.draw(logits, choice, rows, positions, self._parameters, GREEDY_BELOW, arrived)
-        return choice.tokens, choice.bad
+        if not scored:
+            return Sampled(choice.tokens, choice.bad, None)
+        if step.edits:
+            scores = reference.token_logprobs(raw, choice.tokens, self._step_logprobs)
+        else:
+            scores = sampling_scores.token_logprobs(raw, choice.tokens, peaks, self._step_logprobs, arrived)
+        return Sampled(choice.tokens, choice.bad, LogprobTensors(*scores))
+
+    def observe(self, tokens: Tensor, counts: Tensor, rows: Tensor) -> None:
+        if self._step & Feature.PENALTIES:
+            sampling_edits.observe(tokens.contiguous(), counts.contiguous(), rows.contiguous(), self._edits())
+
+    def _edits(self) -> sampling_edits.RowEdits:
+        floats, ints = self._floats.device, self._ints.device
+        return sampling_edits.RowEdits(
+            ints[:, FLAGS], ints[:, MIN_LENGTH], ints[:, ADDED], ints[:, LISTED], floats[:, REPETITION],
+            floats[:, FREQUENCY], floats[:, PRESENCE], self._ids, self._values, self._table)
 
     def _counters(self, rows: int) -> Tensor:
         if len(self._arrived) < rows:
             self._arrived = torch.zeros(rows, dtype=torch.int32, device=self._device)
         return self._arrived
+
+
+def _even(ahead: Tensor | None) -> Tensor | None:
+    return None if ahead is None else ahead.contiguous()
+
+
+assert PROMPT_BIT == sampling_edits.IN_PROMPT

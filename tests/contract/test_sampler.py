@@ -114,6 +114,47 @@ def make_triton(device: str = "cuda") -> TorchSampler:
     return TritonSampler(TorchSamplerOptions(), plan, Worker(device=device))
 
 
+def on_this_device(vocab: int = 60) -> Driver:
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # on the CPU Triton's interpreter runs it
+    return Driver(make_triton(device), vocab, device)
+
+
+WORDS: dict[str | None, list[dict[str, Any]]] = {
+    "greedy": [{"temperature": 0.0}, {"temperature": 0.0, "top_p": 0.5}],
+    "random": [{}, {"min_p": 0.2}],
+    "top-p": [{"top_p": 0.9}, {"top_p": 0.9, "min_p": 0.1}],
+    "cut": [{"top_k": 3}, {"top_k": 3, "top_p": 0.4}],
+    "edited": [{"presence_penalty": 1.0}, {"logit_bias": {3: 1.0}, "top_k": 2}, {"allowed_token_ids": [4, 5]},
+               {"temperature": 0.0, "min_tokens": 3}],
+    "scored": [{"logprobs": 0}, {"logprobs": 5, "top_p": 0.5}],
+    None: [{"logprobs": 1, "frequency_penalty": 0.5}],
+}
+
+
+def test_a_captured_step_does_what_its_word_says_for_every_row() -> None:
+    """Rows draw the same tokens from the kernels that a word stands for as from those that they need alone."""
+    exact, captured, logits = on_this_device(), on_this_device(), torch.randn(2, 60) * 3
+    for word, each in WORDS.items():
+        for changes in each if torch.cuda.is_available() else each[:1]:
+            for driver in (exact, captured):
+                driver.join(0, make_params(temperature=0.0))
+                driver.join(1, make_params(**{"temperature": 1.0, "seed": 3, **changes}), stops=[7])
+            drawn = exact.step([0, 1], [3, 3], logits).tokens.tolist()
+            captured.sampler.plan_step(decode_batch([0, 1], [3, 3]))
+            assert captured.sampler.capture_key() == word
+            assert captured.again([0, 1], [3, 3], logits).tokens.tolist() == drawn
+
+
+def test_a_list_that_had_to_move_is_no_longer_replayed() -> None:
+    driver = on_this_device(1000)
+    driver.join(0, make_params(logit_bias=dict.fromkeys(range(600), 1.0)))
+    driver.sampler.plan_step(decode_batch([0], [3]))
+    assert driver.sampler.capture_key() is None
+    driver.join(0, make_params())
+    driver.sampler.plan_step(decode_batch([0], [3]))
+    assert driver.sampler.capture_key() == "random"
+
+
 @pytest.mark.gpu
 class TestTritonSampler(TestTorchSamplerOnGpu):
     def make(self) -> TorchSampler:

@@ -74,20 +74,28 @@ def test_verification_and_drafts_are_replayed(tmp_path: Path, steps: int) -> Non
             assert {f"draft {steps}", "places", "forward", "accept greedy"} <= set(pieces)
 
 
-def test_every_way_of_sampling(tmp_path: Path) -> None:
-    params = [
-        SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
-        SamplingParams(temperature=1.0, seed=5, max_tokens=17, ignore_eos=True),
-        SamplingParams(temperature=0.7, top_p=0.8, seed=6, max_tokens=9, ignore_eos=True),
-        SamplingParams(temperature=0.0, repetition_penalty=1.3, max_tokens=14, ignore_eos=True),
-        SamplingParams(temperature=0.0, logprobs=2, max_tokens=11, ignore_eos=True),
-    ]
-    folder = folder_of(tmp_path, "v3")
-    for more in ({}, {"speculative": {"use": "nextn", "steps": 2}}):
-        with engine(folder, **more, graphs={"use": "eager"}) as llm:
-            eager = [tokens(llm, 1, [one]) for one in params] + tokens(llm, 5, params)
-        with engine(folder, **more) as llm:
-            assert [tokens(llm, 1, [one]) for one in params] + tokens(llm, 5, params) == eager
+WAYS: list[dict[str, Any]] = [
+    {"temperature": 0.0}, {"seed": 5}, {"temperature": 0.7, "top_p": 0.8},
+    {"temperature": 0.0, "repetition_penalty": 1.3}, {"temperature": 0.0, "logprobs": 2}, {"top_k": 7, "top_p": 0.9, "min_p": 0.01}, {"logprobs": 3, "top_p": 0.9},
+    {"frequency_penalty": 0.6, "logit_bias": {5: 4.0}, "allowed_token_ids": list(range(0, VOCAB, 2))},
+    {"logprobs": 1, "presence_penalty": 0.5}]
+
+
+@pytest.mark.parametrize("speculative", [{"use": "none"}, {"use": "nextn", "steps": 2}], ids=["plain", "nextn"])
+def test_every_way_of_sampling(tmp_path: Path, speculative: dict[str, Any]) -> None:
+    params = [SamplingParams(**{"temperature": 1.0, "seed": 6, "max_tokens": 9 + 3 * i % 10, "ignore_eos": True, **way})
+              for i, way in enumerate(WAYS)]
+    folder, found = folder_of(tmp_path, "v3"), []
+    for graphs in ({"use": "eager"}, {"use": "cuda_graph", "batch_sizes": SIZES}):
+        with engine(folder, speculative=speculative, graphs=graphs) as llm:
+            outputs = [llm.generate(prompts(1), [one])[0] for one in params]
+            outputs += llm.generate(prompts(5), params[:5]) + llm.generate(prompts(4), params[5:])
+            found.append([one.token_ids for one in outputs])
+            if graphs["use"] == "cuda_graph":
+                (slots,) = runner_of(llm).graphs._slots.values()
+                words = {name.removeprefix("accept ") for name in slots[4].pieces if name.startswith("accept ")}
+                assert words == {"greedy", "random", "top-p", "cut", "edited", "scored"}
+    assert found[0] == found[1]
 
 
 def test_replays_take_no_memory(tmp_path: Path) -> None:

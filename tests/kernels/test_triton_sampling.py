@@ -8,7 +8,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from glowplug.kernels import sampling as reference
-from glowplug.kernels.triton import sampling as kernel
+from glowplug.kernels.triton import sampling as kernel, sampling_edits, sampling_scores
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COLDEST = 1e-5
@@ -77,4 +77,122 @@ def test_random_rows_follow_the_reference(seed: int) -> None:
         kernel.draw(logits, chosen, rows, positions, given, COLDEST, arrived)
         drawn = reference.draw(weights, reference.uniform(given.seed[rows], positions))
         assert chosen.tokens.tolist() == torch.where(cold, greedy, drawn).tolist()
+    assert not arrived.any()
+
+
+def test_cut_offs_where_blocks_drop_out() -> None:
+    """Several blocks, few of which hold what the search is about: a flat row, a steep one, ties, equal weights."""
+    rows, vocab = torch.arange(5, device=DEVICE), 257 if DEVICE == "cpu" else 50_001
+    logits, arrived = randn(5, vocab, seed=4), counters(5)
+    logits[0], logits[1], logits[2], logits[3] = logits[0] * 0.01, logits[1] * 20, logits[2].round(), 1.5
+    top_k, top_p = [0, 30, vocab // 2, 13, vocab - 1], [0.9, 0.5, 1.0, 0.3, 0.999]
+    given = parameters(rows, temperature=[1.0, 0.5, 2.0, 1.0, 0.7], min_p=[0.0] * 5, top_p=top_p, top_k=top_k)
+    chosen = kernel.best(logits, arrived)
+    for count in (True, False):
+        kernel.cut_off(logits, chosen, rows, given, COLDEST, count, arrived)
+    weights = ((logits - chosen.peaks[:, None]) / given.temperature[rows][:, None]).exp().double()
+    least = chosen.least.view(torch.float32).double()
+    for row in range(5):
+        ordered = weights[row].sort(descending=True).values
+        kth = ordered[top_k[row] - 1] if top_k[row] else 0.0
+        mass = ordered[ordered >= kth * (1 - 2e-6)]
+        assert least[row] >= kth * (1 - 2e-6)
+        if top_p[row] == 1.0:
+            assert least[row] <= kth * (1 + 2e-6)
+            continue
+        left, fewer = (float(mass[mass > least[row] * factor].sum() / mass.sum()) for factor in (1 - 2e-6, 1 + 2e-6))
+        assert left >= top_p[row] - 1e-5, "too little was left"
+        assert fewer < top_p[row] + 1e-5, "the cut-off could be higher"
+    assert not arrived.any()
+
+
+def columns(count: int, rows: int, dtype: torch.dtype) -> list[Tensor]:
+    """Columns of one table, which are strided."""
+    table = torch.zeros(rows, count + 1, dtype=dtype, device=DEVICE)
+    return [table[:, i] for i in range(count)]
+
+
+def edits(vocab: int, seed: int) -> sampling_edits.RowEdits:
+    """Twelve rows: penalties, allowed tokens and lists in every mixture; what no flag asks for is poisoned."""
+    rng = torch.Generator().manual_seed(seed)
+    flags, min_length, added, listed = columns(4, 12, torch.int64)
+    repetition, frequency, presence = columns(3, 12, torch.float32)
+    table = torch.randint(0, 4, (12, vocab), generator=rng, dtype=torch.int32)
+    table |= torch.randint(0, 2, (12, vocab), generator=rng, dtype=torch.int32) * sampling_edits.IN_PROMPT
+    ids = torch.stack([torch.randperm(vocab, generator=rng)[:100] for _ in range(12)]).int()
+    values = torch.randn(12, 100, generator=rng)
+    for row in range(12):
+        flags[row] = row % 8
+        min_length[row], added[row], listed[row] = 50 + row, 70, 75
+        repetition[row], frequency[row], presence[row] = 1.3, 0.1 * row, -0.7
+        values[row, 70:75] = float("-inf")
+        if row & sampling_edits.ALLOWED:
+            table[row, ::3] |= sampling_edits.FORBIDDEN
+        if not row & sampling_edits.LISTED:
+            added[row] = listed[row] = 99
+        if not row & sampling_edits.PENALTIES:
+            repetition[row] = float("nan")
+    return sampling_edits.RowEdits(flags, min_length, added, listed, repetition, frequency, presence, ids.to(DEVICE),
+                                   values.to(DEVICE), table.to(DEVICE))
+
+
+def naive_edit(logits: Tensor, row: int, position: int, ahead: list[int], given: sampling_edits.RowEdits) -> Tensor:
+    logits, flags, held = logits.clone(), int(given.flags[row]), given.table[row].clone()
+    if flags & sampling_edits.LISTED:
+        last = 75 if position < int(given.min_length[row]) else 70
+        logits[given.ids[row, :last].long()] += given.values[row, :last]
+    banned = held < 0
+    if flags & sampling_edits.PENALTIES:
+        held &= 0x7FFFFFFF
+        for token in ahead:
+            if token >= 0:
+                held[token] += 1
+        count = held & (sampling_edits.IN_PROMPT - 1)
+        one = slice(row, row + 1)
+        logits = reference.apply_penalties(logits[None], (held != 0)[None], count[None], given.repetition[one],
+                                           given.frequency[one], given.presence[one])[0]
+    if flags & (sampling_edits.PENALTIES | sampling_edits.ALLOWED):
+        logits = logits.masked_fill(banned, float("-inf"))
+    return logits
+
+
+@pytest.mark.parametrize(("vocab", "width"), [(101, 0), (150, 3), (257, 1)])
+def test_edits_follow_the_reference(vocab: int, width: int) -> None:
+    given, rows = edits(vocab, width), torch.tensor([7, 0, 3, 1, 11, 2, 5, 6, 4], device=DEVICE)
+    arrived, ahead = counters(9), None
+    for seed in (0, 1):
+        logits = randn(9, vocab + 1, seed=seed)[:, 1:]  # strided rows
+        positions = torch.arange(9, device=DEVICE) * 12
+        if width:
+            ahead = torch.randint(-1, vocab, (9, width), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+        wanted = torch.stack([
+            naive_edit(logits[i], int(rows[i]), int(positions[i]), [] if ahead is None else ahead[i].tolist(), given)
+            for i in range(9)])
+        chosen = kernel.best_edited(logits, arrived, rows, positions, ahead, given)
+        assert torch.equal(logits, wanted)
+        assert chosen.tokens.tolist() == wanted.argmax(-1).tolist() and not chosen.bad.any()
+        assert torch.equal(chosen.peaks, wanted.amax(-1)) and not arrived.any()
+
+
+def test_observed_tokens_are_counted_for_rows_with_penalties() -> None:
+    given, rows = edits(150, 0), torch.tensor([7, 0, 5, 2], device=DEVICE)
+    tokens = torch.tensor([[3, 3, 9], [1, 2, 3], [149, 0, 0], [4, 4, 4]], device=DEVICE)
+    wanted = given.table.clone()
+    for row, accepted in ((7, [3, 3]), (5, [149])):
+        for token in accepted:
+            wanted[row, token] += 1
+    counts = torch.tensor([2, 3, 1, 3], dtype=torch.int32, device=DEVICE)
+    sampling_edits.observe(tokens, counts, rows, given)
+    assert torch.equal(given.table, wanted)
+
+
+@pytest.mark.parametrize(("vocab", "k"), [(1, 20), (65, 0), (150, 20)])
+def test_log_probabilities(vocab: int, k: int) -> None:
+    logits, arrived = randn(5, vocab + 2, seed=3)[:, 2:] * 5, counters(5)
+    logits[1, : vocab // 2] = float("-inf")
+    chosen = kernel.best(logits, arrived)
+    tokens = torch.full((5,), vocab - 1, device=DEVICE)
+    found = sampling_scores.token_logprobs(logits, tokens, chosen.peaks, k, arrived)
+    for part, wanted in zip(found, reference.token_logprobs(logits, tokens, k), strict=True):
+        torch.testing.assert_close(part, wanted, atol=2e-5, rtol=1e-5)
     assert not arrived.any()
