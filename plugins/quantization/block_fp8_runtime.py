@@ -6,6 +6,7 @@ A product is then that of an FP8 GEMM with float32 accumulation, up to the order
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -64,11 +65,18 @@ class BlockFp8:
         self._format = FORMAT if options.activations == "dynamic" else PLAIN
         self._tensors = facts.tensors if self._native else {}
         self._skipped = tuple(stated.get("modules_to_not_convert") or ())
+        # NOTE: torch's grouped products of float32 read the groups on the host, so that no graph could hold them.
+        self._in_triton = (torch.device(self._device).type == "cuda" and self._format == PLAIN
+                           and find_spec("triton") is not None)
 
     def linear(self, shape: LinearShape) -> LinearMethod:
         return Fp8Linear(shape, self._dtype, self._device, self._format, self._native)
 
     def experts(self, shape: ExpertsShape) -> ExpertsMethod:
+        if self._in_triton:
+            from glowplug.plugins.quantization.block_fp8_dense_cuda import DequantizedExperts  # it imports this module
+
+            return DequantizedExperts(shape, self._dtype, self._device, self._native)
         return Fp8Experts(shape, self._dtype, self._device, self._format, self._native)
 
     def covers(self, module: str) -> bool:

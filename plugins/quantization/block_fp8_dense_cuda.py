@@ -1,0 +1,25 @@
+"""Routed experts of a block FP8 checkpoint dequantised while they load, multiplied in Triton on CUDA."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from glowplug.core.protocols import ExpertsShape, WeightTarget
+from glowplug.plugins.quantization.block_fp8_runtime import BlockWeight
+from glowplug.plugins.quantization.dense import expert_slices
+from glowplug.plugins.quantization.dense_cuda import CudaExperts
+
+
+class DequantizedExperts(CudaExperts):
+    """``ExpertsMethod`` over dense weights, for activations that are not rounded."""
+
+    def __init__(self, shape: ExpertsShape, dtype: torch.dtype, device: str, native: bool) -> None:
+        assert not shape.shared, "the shared expert is a layer of its own here"
+        super().__init__(shape, dtype, device)
+        self._native = native
+
+    def targets(self) -> Iterator[WeightTarget]:
+        for name, full, index, expert, rows in expert_slices(self.shape):
+            held = self.w2[expert] if rows is None else self.w13[expert, rows]
+            yield from BlockWeight(name, full, index, held, self._native).targets()
