@@ -171,16 +171,19 @@ def _pick(draft: Draft, slot: Slot) -> None:
     asked = draft.config.section(slot)[0]
     given = asked.model_dump(mode="json", include=asked.model_fields_set - {"use"})
     failed: list[Refusal] = []
-    wanted = _contributed(draft, slot)
+    reasons: list[str] = []
+    kind, wanted = draft.facts.model.kind, _contributed(draft, slot)
     for found in sorted(draft.plugins.components(slot.name), key=lambda found: found.component.name != wanted):
         refusal = _try(draft, slot, found, given)
         if refusal is None:
             source = draft.source(f"{slot.section}.use") if found.component.name == wanted else None
-            by, why = source or ("auto", _why(found, failed))
+            by, why = source or ("auto", _why(found, reasons))
             draft.decide(f"{slot.section}.use", found.component.name, by, why)
             draft.picked.add(slot.name)
             return
         failed.append(refusal)
+        if kind in getattr(found.component.offers, "kinds", {kind}):  # the others are for other models
+            reasons.append(refusal.reason)
     draft.chosen[slot.name] = ()
     draft.refusals.append(_nothing_fits(slot, failed))
 
@@ -226,10 +229,9 @@ def own_check(draft: Draft, slot: Slot, component: Component, chosen: Chosen) ->
         return [Refusal(chosen.name, slot.section or slot.name, reason, fix, origin)]
 
 
-def _why(found: Registration, failed: list[Refusal]) -> str:
-    if failed:
-        return "; ".join(refusal.reason for refusal in failed)
-    return found.component.summary or "first that fits"
+def _why(found: Registration, reasons: list[str]) -> str:
+    """``reasons``: against those before it."""
+    return "; ".join(reasons) or found.component.summary or "first that fits"
 
 
 def _nothing_fits(slot: Slot, failed: list[Refusal]) -> Refusal:

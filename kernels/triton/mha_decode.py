@@ -17,8 +17,6 @@ from torch import Tensor
 from glowplug.kernels.triton import dependent, paged
 from glowplug.kernels.triton.mla_merge import merge
 
-RESIDENT = 2  #: programs of a multiprocessor at a time
-
 
 @triton.jit
 def _tile(at, filled, D: tl.constexpr, BLOCK_D: tl.constexpr):
@@ -34,10 +32,11 @@ def mha_decode_kernel(query, k_cache, v_cache, page_table, kv_lens, tree_mask, o
                       width, kv_heads, table_stride, q_token, q_head, D: tl.constexpr, GROUP: tl.constexpr,
                       slot_stride: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                       PAGE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, TREE: tl.constexpr,
-                      PRECISION: tl.constexpr, DEPENDENT: tl.constexpr):
+                      PRECISION: tl.constexpr, NARROW: tl.constexpr, DEPENDENT: tl.constexpr):
     """A program: ``BLOCK_M`` (query token, head of the group) pairs of a row and key head, one split of its keys.
 
-    Softmax in base 2: ``scale`` carries log2(e). Writes ``out`` at [token, head, D] if there is one split, else at
+    Softmax in base 2: ``scale`` carries log2(e). NARROW: FP8 is widened to float16, which is one instruction and exact.
+    Writes ``out`` at [token, head, D] if there is one split, else at
     [token, head, split, D], and ``lse`` (base 2) at [token, head, split].
     """
     dependent.begin(DEPENDENT)
@@ -56,6 +55,8 @@ def mha_decode_kernel(query, k_cache, v_cache, page_table, kv_lens, tree_mask, o
     own = pair // GROUP
     token, q_number = (row * width + own).to(tl.int64), head * GROUP + pair % GROUP
     q = _tile(query + token * q_token + q_number * q_head, real, D, BLOCK_D)
+    if NARROW:
+        q = q.to(tl.float16)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     tree = tl.load(tree_mask + row * width + own, mask=real, other=1) if TREE else own
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -98,8 +99,8 @@ def tiling(rows: int, width: int, heads: int, kv_heads: int, dim: int, context: 
     block_m = min(64 if dtype.itemsize <= 2 else 32, max(16, triton.next_power_of_2(pairs)))
     block_n = 64 if dtype.itemsize <= 2 else 16
     blocks = max(1, rows * kv_heads * triton.cdiv(pairs, block_m))
-    splits = paged.best_splits(blocks, triton.cdiv(context, block_n), RESIDENT * paged.MULTIPROCESSORS)
-    return Tiling(block_m, block_n, splits, 4, 3 if dim <= 128 else 2)
+    splits = paged.best_splits(blocks, triton.cdiv(context, block_n), paged.MULTIPROCESSORS)
+    return Tiling(block_m, block_n, splits, 4, 3 if dtype.itemsize > 2 else 7 if dim <= 128 else 5)
 
 
 def mha_decode(query: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, kv_lens: Tensor, scale: float,
@@ -124,7 +125,8 @@ def mha_decode(query: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tens
         scale * paged.LOG2_E, splits, first_key, tokens // rows, kv_heads, page_table.stride(0), query.stride(0),
         query.stride(1), D=dim, GROUP=group, slot_stride=kv_heads * dim, BLOCK_D=max(16, triton.next_power_of_2(dim)),
         BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, PAGE=page_size, SPLIT=splits > 1, STAGES=cut.stages,
-        TREE=tree is not None, PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32", num_warps=cut.warps,
+        TREE=tree is not None, PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
+        NARROW=k_cache.dtype.itemsize == 1 and query.dtype.itemsize == 2, num_warps=cut.warps,
         num_stages=cut.stages, **dependent.options())
     if splits > 1:
         merge(partial, lse, kv_lens, out, tokens // rows * heads, cut.block_n)

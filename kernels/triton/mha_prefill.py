@@ -14,6 +14,8 @@ from torch import Tensor
 
 from glowplug.kernels.triton import paged
 
+ROWS = 128  #: for so many rows one kernel serves, more take others
+
 
 @triton.jit
 def _block(q_starts, rows, number, BLOCK_Q: tl.constexpr, BLOCK_R: tl.constexpr):
@@ -64,7 +66,7 @@ def mha_prefill_kernel(q, k_cache, v_cache, page_table, kv_lens, q_starts, out, 
                        table_stride, q_token, q_head, slot_stride: tl.constexpr, GROUP: tl.constexpr,
                        FIRST_KEY: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
                        BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr,
-                       PRECISION: tl.constexpr):
+                       PRECISION: tl.constexpr, NARROW: tl.constexpr):
     """A program: ``BLOCK_Q`` queries of one row and head. ``scale`` carries log2(e)."""
     head, number = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     row, block = _block(q_starts, rows, number, BLOCK_Q, BLOCK_R)
@@ -75,6 +77,8 @@ def mha_prefill_kernel(q, k_cache, v_cache, page_table, kv_lens, q_starts, out, 
     i = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
     real, token = i < queries, (begin - skip + i).to(tl.int64)
     query = _tile(q + token * q_token + head * q_head, real, D, BLOCK_D, True)
+    if NARROW:
+        query = query.to(tl.float16)  # as in ``mha_decode``
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     top, total = tl.full([BLOCK_Q], float("-inf"), tl.float32), tl.zeros([BLOCK_Q], tl.float32)
     last = end - queries + i
@@ -107,20 +111,19 @@ def mha_prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor,
     if not tokens:
         return out
     assert q.stride(2) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
-    block_q, block_k, warps, stages = _sizes(tokens, dim, q.element_size())
+    block_q, block_k, warps, stages = _sizes(dim, q.element_size())
     mha_prefill_kernel[(heads, tokens // block_q + rows)](
         q, k_cache, v_cache, page_table, kv_lens, q_starts, out, scale * paged.LOG2_E, rows, skip, heads,
         page_table.stride(0), q.stride(0), q.stride(1), slot_stride=kv_heads * dim, GROUP=heads // kv_heads,
         FIRST_KEY=first_key, D=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_Q=block_q, BLOCK_K=block_k,
-        BLOCK_R=triton.next_power_of_2(rows), PAGE=page_size, STAGES=stages,
-        PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages)
+        BLOCK_R=max(ROWS, triton.next_power_of_2(rows)), PAGE=page_size, STAGES=stages,
+        PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
+        NARROW=k_cache.dtype.itemsize == 1 and q.dtype.itemsize == 2, num_warps=warps, num_stages=stages)
     return out
 
 
-def _sizes(tokens: int, dim: int, itemsize: int) -> tuple[int, int, int, int]:
+def _sizes(dim: int, itemsize: int) -> tuple[int, int, int, int]:
     """(queries, keys, warps, stages) of a program."""
     if itemsize > 2:
         return 32, 16, 4, 2
-    if dim > 128:
-        return 64, 64, 4, 2
-    return (128, 64, 8, 3) if tokens > 64 else (64, 64, 4, 3)
+    return 64, 64, 4, 3 if dim <= 128 else 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from glowplug.core.component import CheckContext, Component, Package
+from glowplug.core.component import Check, CheckContext, Component, Package
 from glowplug.core.errors import Refusal
 from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
@@ -19,22 +19,26 @@ class Fa3MhaOptions(AttentionOptions):
     use: Literal["fa3_mha"] = "fa3_mha"
 
 
-def check_fa3_mha(context: CheckContext) -> Iterator[Refusal]:
-    """Heads of a size it is compiled for, and a cache in the compute dtype."""
-    model = context.facts.model
-    if model.kind == "mha" and model.head_dim not in HEADS:
-        yield Refusal(NAME, "attention.use", f"{NAME} is compiled for heads of {', '.join(map(str, HEADS))} numbers; "
-                      f"this model's have {model.head_dim}", 'attention.use = "auto"')
-    compute, kept = context.values["dtype"], context.values["kv_dtype"]
-    if kept in SIXTEEN_BITS and kept != compute:
-        yield Refusal(NAME, "attention.kv_dtype", f"{NAME} reads a cache of the compute dtype {compute}, not {kept}",
-                      'attention.kv_dtype = "auto"')
+def check_heads(name: str) -> Check:
+    """Refuses heads of a size that the library is not compiled for, and a cache in another dtype of 16 bits."""
+
+    def check(context: CheckContext) -> Iterator[Refusal]:
+        model = context.facts.model
+        if model.kind == "mha" and model.head_dim not in HEADS:
+            yield Refusal(name, "attention.use", f"{name} is compiled for heads of {', '.join(map(str, HEADS))} "
+                          f"numbers; this model's have {model.head_dim}", 'attention.use = "auto"')
+        compute, kept = context.values["dtype"], context.values["kv_dtype"]
+        if kept in SIXTEEN_BITS and kept != compute:
+            yield Refusal(name, "attention.kv_dtype", f"{name} reads a cache of the compute dtype {compute}, not "
+                          f"{kept}", 'attention.kv_dtype = "auto"')
+
+    return check
 
 
 @hookimpl
 def register_attention_backends() -> list[Component]:
     return [Component(
-        name=NAME, options=Fa3MhaOptions, check=check_fa3_mha,
+        name=NAME, options=Fa3MhaOptions, check=check_heads(NAME),
         factory="glowplug.plugins.attention.fa3_mha_runtime:Fa3Mha",
         requires=(Package(SGL_KERNEL, ">=0.4.2"), Package("triton", ">=3.5")),
         offers=AttentionOffers(

@@ -65,7 +65,7 @@ class Fa3Mha(PagedMha):
             page_table=rows.table, softmax_scale=scale, causal=query.shape[1] > 1)
         return torch.flatten(out, 0, 1)
 
-    def plan_prefill(self, batch: Batch, first: int, tokens: int) -> None:
+    def plan_prefill(self, batch: Batch, first: int) -> None:
         queries, keys = batch.query_lens[first:], batch.kv_lens[first:] - batch.first_key
         rows = self._rows(batch, None, first, batch.num_rows)
         rows.starts, rows.longest = batch.query_starts[first:] - batch.decode_tokens, int(queries.max())

@@ -1,7 +1,8 @@
 """Which decoding kernel was measured fastest on one H200 in bf16, by queries that share keys and rows of a step.
 
-A row's queries are its tokens times the heads of a rank. Microseconds a layer lie in ``docs/benchmarks``; a graph fixes
-the rows of its steps but not their lengths, so contexts are not told apart.
+A row's queries are its tokens times the heads of a rank, or in multi-head attention the heads that share one of keys.
+Microseconds a layer lie in ``docs/benchmarks``; a graph fixes the rows of its steps but not their lengths, so contexts
+are not told apart.
 """
 from __future__ import annotations
 
@@ -18,7 +19,22 @@ FASTEST: dict[int, tuple[tuple[float, str], ...]] = {
 }
 
 
+#: the same of multi-head attention, with eight key heads of 128 numbers
+FASTEST_MHA: dict[int, tuple[tuple[float, str], ...]] = {
+    4: ((math.inf, "triton"),),
+}
+
+
 def fastest(queries: int, rows: int) -> str:
     """The kernel for ``rows`` decoding rows of ``queries`` queries each, by the table's line nearest in queries."""
-    line = min(FASTEST, key=lambda measured: abs(math.log2(measured / queries)))
-    return next(kernel for most, kernel in FASTEST[line] if rows <= most)
+    return _find(FASTEST, queries, rows)
+
+
+def fastest_mha(queries: int, rows: int) -> str:
+    """As :func:`fastest`; ``queries`` of one key head."""
+    return _find(FASTEST_MHA, queries, rows)
+
+
+def _find(table: dict[int, tuple[tuple[float, str], ...]], queries: int, rows: int) -> str:
+    line = min(table, key=lambda measured: abs(math.log2(measured / queries)))
+    return next(kernel for most, kernel in table[line] if rows <= most)

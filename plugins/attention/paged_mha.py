@@ -58,7 +58,7 @@ class PagedMha:
         """
         raise NotImplementedError
 
-    def plan_prefill(self, batch: Batch, first: int, tokens: int) -> None:
+    def plan_prefill(self, batch: Batch, first: int) -> None:
         """Prepare ``prefill`` for the rows from number ``first`` on; called only where there are such."""
         raise NotImplementedError
 
@@ -82,7 +82,7 @@ class PagedMha:
         if decodes:
             self.plan_decode(batch, slot, decodes, tokens // decodes)
         if decodes < batch.num_rows:
-            self.plan_prefill(batch, decodes, batch.num_tokens - tokens)
+            self.plan_prefill(batch, decodes)
 
     def mla(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, layer: MlaLayer) -> Tensor:
         raise NotImplementedError("it offers kind mha only")

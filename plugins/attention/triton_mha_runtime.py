@@ -51,7 +51,7 @@ class TritonMha(PagedMha):
         return mha_decode(query, kv["k"], kv["v"], rows.page_table, rows.lens, scale, self._page_size, rows.cut,
                           rows.first_key, rows.tree)
 
-    def plan_prefill(self, batch: Batch, first: int, tokens: int) -> None:
+    def plan_prefill(self, batch: Batch, first: int) -> None:
         self._prefilling = _Rows(batch.page_table[first:], batch.kv_lens_device[first:], batch.first_key,
                                  starts=batch.query_starts[first:], skip=batch.decode_tokens)
 

@@ -24,7 +24,7 @@ class GpuMhaSuite(MhaSuite):
 
     device, dtype, error = "cuda", torch.bfloat16, 1e-2
     sizes: tuple[int, int, int] = (32, 8, 128)
-    page_sizes: tuple[int, ...] = (1, 16, 64)
+    page_sizes: tuple[int, ...] = (16, 64)
     page_size = 64
     capture_widths: tuple[int, ...] = (1, 3)
 
@@ -136,7 +136,7 @@ class TestTriton(GpuMhaSuite):
 class TestTritonAtSmolLm(TestTriton):
     """Three query heads share a key head, and heads have 64 numbers, of which float16 holds each."""
 
-    sizes, page_sizes, dtype, error = (9, 3, 64), (16,), torch.float16, 3e-3
+    sizes, page_sizes, dtype, error = (9, 3, 64), (1,), torch.float16, 3e-3
 
 
 class TestTritonMqa(TestTriton):
@@ -146,7 +146,7 @@ class TestTritonMqa(TestTriton):
 
 
 class TestTritonFp8(TestTriton):
-    kv_dtype, error, page_sizes = torch.float8_e4m3fn, 2e-2, (16, 64)
+    kv_dtype, error, page_sizes = torch.float8_e4m3fn, 2e-2, (64,)
 
 
 class TestTritonFp8E5m2(TestTriton):
@@ -163,8 +163,33 @@ class TestFa3(GpuMhaSuite):
         return Fa3Mha(Fa3MhaOptions(), plan, worker)
 
 
+class TestHopper(TestFa3):
+    """The choice between the two, made as the table makes it for some steps and for others."""
+
+    kernel, page_sizes = "triton", (64,)
+
+    @pytest.fixture(autouse=True)
+    def _table(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("glowplug.plugins.attention.measured.FASTEST_MHA", {4: ((1e9, self.kernel),)})
+
+    def make(self, plan: EnginePlan, worker: Worker) -> AttentionBackend:
+        pytest.importorskip("sgl_kernel")
+        from glowplug.plugins.attention.hopper_mha import HopperMhaOptions
+        from glowplug.plugins.attention.hopper_mha_runtime import HopperMha
+
+        return HopperMha(HopperMhaOptions(), plan, worker)
+
+
+class TestHopperByLibrary(TestHopper):
+    kernel = "fa3"
+
+
+class TestHopperWithAnFp8Cache(TestHopper):
+    kv_dtype, error = torch.float8_e4m3fn, 2e-2
+
+
 class TestFa3AtSmolLm(TestFa3):
-    sizes, page_sizes, dtype, error = (9, 3, 64), (16,), torch.float16, 3e-3
+    sizes, page_sizes, dtype, error = (9, 3, 64), (1,), torch.float16, 3e-3
 
 
 class TestFa3LargePages(TestFa3):

@@ -14,6 +14,7 @@ from glowplug.core.plan import EnginePlan
 from glowplug.core.plugins import PluginSet, load_plugins
 from glowplug.core.resolve import plan as make_plan
 from glowplug.core.testing.fakes import write_model
+from glowplug.plugins.attention import measured
 from tests.tiny import LLAMA
 
 INSTALLED = {"sglang-kernel": "0.4.2.post2", "triton": "3.6.0"}
@@ -65,16 +66,29 @@ def test_the_cpu_keeps_plain_torch(llama: Path, plugins: PluginSet) -> None:
     assert planned(llama, plugins, sheet="cpu", device="cpu").choice("attention").name == "torch_mha"
 
 
-@pytest.mark.parametrize("name", ["fa3_mha", "triton_mha"])
+def test_auto_takes_the_measured_one_and_says_so(llama: Path, plugins: PluginSet) -> None:
+    plan = planned(llama, plugins)
+    why = {decision.field: decision for decision in plan.decisions}["attention.use"]
+    assert (why.value, why.by) == ("hopper_mha", "auto") and "measured fastest" in why.why
+    assert plan.choice("graphs").name == "cuda_graph"
+
+
+@pytest.mark.parametrize("queries", [1, 2, 8, 16, 48, 71, 1000])
+@pytest.mark.parametrize("rows", [1, 9, 300, 4096])
+def test_the_table_answers_for_every_shape(queries: int, rows: int) -> None:
+    assert measured.fastest_mha(queries, rows) in {"triton", "fa3"}
+
+
+@pytest.mark.parametrize("name", ["hopper_mha", "fa3_mha", "triton_mha"])
 def test_each_is_taken_when_asked_for(name: str, llama: Path, plugins: PluginSet) -> None:
     plan = planned(llama, plugins, {"use": name})
     assert plan.choice("attention").name == name and plan.choice("graphs").name == "cuda_graph"
 
 
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
-def test_an_eight_bit_cache_is_for_our_own(dtype: str, llama: Path, plugins: PluginSet) -> None:
+def test_an_eight_bit_cache_is_not_for_the_library_alone(dtype: str, llama: Path, plugins: PluginSet) -> None:
     plan = planned(llama, plugins, {"kv_dtype": dtype})
-    assert (plan.choice("attention").name, plan.kv_dtype) == ("triton_mha", dtype)
+    assert (plan.choice("attention").name, plan.kv_dtype) == ("hopper_mha", dtype)
     found = refused(llama, plugins, {"use": "fa3_mha", "kv_dtype": dtype})
     assert f"not in {dtype}" in found["attention.kv_dtype"].reason
 

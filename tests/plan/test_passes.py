@@ -40,7 +40,7 @@ def test_every_slot_is_filled_and_every_auto_is_a_decision(planned) -> None:
 def test_a_llama_gets_the_other_attention_and_the_reason(planned, llama: Path) -> None:
     value, by, why = decision(planned({"model": str(llama)}), "attention.use")
     assert (value, by) == ("torch_mha", "auto")
-    assert "torch_mla computes mla attention" in why
+    assert "triton_mha runs on cuda, the device is cpu" in why and "mla" not in why
 
 
 def test_the_checkpoints_own_quantization_is_chosen(planned, v3_fp8: Path, v3: Path) -> None:

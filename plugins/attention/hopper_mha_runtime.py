@@ -1,0 +1,41 @@
+"""The runtime of ``hopper_mha``."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from glowplug.core.batch import Batch
+from glowplug.core.options import AttentionOptions
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import Worker
+from glowplug.plugins.attention.fa3_mha_runtime import Fa3Mha
+from glowplug.plugins.attention.library import SIXTEEN_BITS
+from glowplug.plugins.attention.measured import fastest_mha
+from glowplug.plugins.attention.triton_mha_runtime import TritonMha
+
+
+class HopperMha(Fa3Mha):
+    """FlashAttention-3's steps and the Triton backend's, over one cache. What the library does not read goes the other
+    way: trees, a first position that holds nothing, an FP8 cache."""
+
+    def __init__(self, options: AttentionOptions, plan: EnginePlan, worker: Worker) -> None:
+        super().__init__(options, plan, worker)
+        self._own = TritonMha(options, plan, worker)
+        self._only_own = plan.kv_dtype not in SIXTEEN_BITS
+        self._by_own = False
+
+    def plan_decode(self, batch: Batch, slot: object | None, rows: int, width: int) -> None:
+        self._by_own = (self._only_own or batch.first_key > 0 or batch.tree_mask is not None
+                        or fastest_mha(width * self._heads // self._kv_heads, rows) == "triton")
+        self.follows = self._by_own and self._own.follows
+        (self._own.plan_decode if self._by_own else super().plan_decode)(batch, slot, rows, width)
+
+    def decode(self, query: Tensor, kv: Mapping[str, Tensor], scale: float) -> Tensor:
+        return (self._own.decode if self._by_own else super().decode)(query, kv, scale)
+
+    def plan_prefill(self, batch: Batch, first: int) -> None:
+        (self._own.plan_prefill if self._only_own else super().plan_prefill)(batch, first)
+
+    def prefill(self, query: Tensor, k: Tensor, v: Tensor, kv: Mapping[str, Tensor], scale: float) -> Tensor:
+        return (self._own.prefill if self._only_own else super().prefill)(query, k, v, kv, scale)
