@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from glowplug.kernels.fp8 import Blocks, dequantize_weight
 from glowplug.kernels.norm import rms_norm_reference
 from glowplug.kernels.rope import rotate_reference
 
@@ -59,13 +60,15 @@ def mla_reference(q_nope: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor, 
 
 
 def prologue(query: Tensor, compressed: Tensor, norm_weight: Tensor, eps: float, cos_sin: Tensor, interleaved: bool,
-             cache: Tensor, slots: Tensor, absorbed: Tensor, own: Tensor, w_uk: Tensor, leads: bool = False) -> None:
+             cache: Tensor, slots: Tensor, absorbed: Tensor, own: Tensor, w_uk: Tensor, leads: bool = False,
+             stored: Blocks | None = None) -> None:
     """From a step's projections to what attention reads. T tokens, of which the first D are those of decoding rows.
 
     query [T, H, N + P], compressed [T, C + P], norm_weight [C], cos_sin float32 [T, P], cache [slots, C + P], slots
     int64 [T], absorbed [D, H, C + P], own [T - D, C + P]. The latent is normed and the key's rotary part rotated into
     ``cache``, and into ``own`` for the tokens behind D. ``absorbed`` gets the query times w_uk [H, N, C], then its
-    rotary part, rotated; for the tokens behind D that goes back into ``query``. ``leads`` is of the kernel's.
+    rotary part, rotated; for the tokens behind D that goes back into ``query``. ``leads`` is of the kernel's. With
+    ``stored`` that is multiplied instead of w_uk, which it gives up to rounding.
     """
     lora, decode = norm_weight.shape[0], absorbed.shape[0]
     rope = compressed.shape[1] - lora
@@ -76,7 +79,7 @@ def prologue(query: Tensor, compressed: Tensor, norm_weight: Tensor, eps: float,
     turned = rotate_reference(query[..., -rope:], cos_sin, interleaved)
     absorbed[..., lora:] = turned[:decode]
     query[decode:, :, -rope:] = turned[decode:]
-    absorb(query[:decode, :, :-rope], w_uk, absorbed)
+    absorb(query[:decode, :, :-rope], w_uk if stored is None else dequantize_weight(*stored, w_uk.dtype), absorbed)
 
 
 def absorb(q_nope: Tensor, w_uk: Tensor, absorbed: Tensor) -> None:
@@ -84,9 +87,11 @@ def absorb(q_nope: Tensor, w_uk: Tensor, absorbed: Tensor) -> None:
     torch.bmm(q_nope.transpose(0, 1), w_uk, out=absorbed[..., : w_uk.shape[2]].transpose(0, 1))
 
 
-def project(latent: Tensor, w_uv: Tensor, out: Tensor, follows: bool = False) -> None:
-    """latent [T, H, C] times w_uv [H, C, V] into out [T, H, V]. ``follows`` is of the kernel's."""
-    torch.bmm(latent.transpose(0, 1), w_uv, out=out.transpose(0, 1))
+def project(latent: Tensor, w_uv: Tensor, out: Tensor, follows: bool = False, stored: Blocks | None = None) -> None:
+    """latent [T, H, C] times w_uv [H, C, V] into out [T, H, V]. ``follows`` is of the kernel's; ``stored`` as in
+    ``prologue``."""
+    weight = w_uv if stored is None else dequantize_weight(*stored, w_uv.dtype)
+    torch.bmm(latent.transpose(0, 1), weight, out=out.transpose(0, 1))
 
 
 def store(latent: Tensor, k_rope: Tensor, cache: Tensor, slots: Tensor) -> None:

@@ -14,6 +14,7 @@ from glowplug.core.layers.module import Module
 from glowplug.core.layers.norm import RmsNorm
 from glowplug.core.protocols import RopeRows
 
+BLOCK = 128  #: rows and columns of a stored block
 LATENT_EPS = 1e-6  #: of the two latent norms; published code and checkpoints never take it from the config
 
 
@@ -77,6 +78,15 @@ class MlaAttention(Module):
         if weight.is_cpu:
             # NOTE: copies, because heads interleaved with a stride of several KB cost a CPU twice the time.
             self.w_uk, self.w_uv = self.w_uk.contiguous(), self.w_uv.contiguous()
+        self.kv_stored = self._stored()
+
+    def _stored(self) -> tuple[Tensor, Tensor] | None:
+        found, rows = self.kv_b.stored_blocks(), self.nope_dim + self.v_dim
+        if found is None or any(size % BLOCK for size in (self.nope_dim, self.v_dim, self.lora_rank)):
+            return None
+        values, scales = found
+        return (values.view(self.heads, rows, self.lora_rank),
+                scales.view(self.heads, rows // BLOCK, self.lora_rank // BLOCK))
 
     def expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """latent [N, lora_rank] -> k_nope [N, H, nope_dim], v [N, H, v_dim].

@@ -115,6 +115,13 @@ class Linear(Module):
         for method in self.methods:
             method.finalize()
 
+    def stored_blocks(self) -> tuple[Tensor, Tensor] | None:
+        """The weight's E4M3 values [N, K] and the float32 scales of its 128 x 128 blocks, where one method keeps them
+        so (it then has a method of this name)."""
+        stored = getattr(self.methods[0], "stored_blocks", None) if len(self.methods) == 1 else None
+        found: tuple[Tensor, Tensor] | None = None if stored is None else stored()
+        return found
+
     def forward(self, x: Tensor | Quantized) -> Tensor:
         parts = [method.apply(x) for method in self.methods]
         y = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)

@@ -35,6 +35,7 @@ class MlaCase:
     v_dim: int = 6
     lora_rank: int = 16
     scale: float = 0.37
+    kv_stored: tuple[Tensor, Tensor] | None = None
 
     def expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         return torch.einsum("mc,hnc->mhn", latent, self.w_uk), torch.einsum("mc,hcv->mhv", latent, self.w_uv)

@@ -9,12 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.triton import dependent
+from glowplug.kernels.fp8 import Blocks
+from glowplug.kernels.triton import dependent, mla_absorbed_fp8
+from glowplug.kernels.triton.mla_absorbed_fp8 import scaled_product
 
 HEADS = 16  #: query heads a program rotates
 GATHERED = 8  #: cache entries a program of ``gather`` copies
 FEW = 64  #: decoding tokens up to which W_UK's product is quicker in the prologue than as one of cuBLAS,
 FEW_PAIRS = 2048  #: twice as many where tokens times heads are no more than these; of W_UV's product as well
+UV_STORED = 64  #: columns of W_UV's product that a program makes of stored weights
 UK_COLUMNS = 64  #: of one head's product that a program makes
 
 
@@ -56,13 +59,15 @@ def _by_heads(x, w, out, rows, x_row, x_head, w_head, w_depth, w_column, out_row
 
 
 @triton.jit(do_not_specialize=["tokens", "decode", "heads"])
-def _prologue(query, compressed, weight, cos_sin, cache, slots, absorbed, own, w_uk, tokens, decode, eps, query_token,
-              query_head, compressed_token, cos_token, cache_slot, absorbed_token, absorbed_head, own_token, uk_head,
-              uk_depth, uk_column, heads, NOPE: tl.constexpr, LORA: tl.constexpr, HALF: tl.constexpr,
-              LORA_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, PARTS: tl.constexpr,
-              INTERLEAVED: tl.constexpr, FP8: tl.constexpr, UK_BLOCKS: tl.constexpr, UK_BLOCK: tl.constexpr,
-              ROWS: tl.constexpr, DEPTH: tl.constexpr, DEPENDENT: tl.constexpr, LEADS: tl.constexpr):
-    """Programs 0 to tokens * PARTS - 1: a token's key, or some of its query heads; those behind: W_UK's product."""
+def _prologue(query, compressed, weight, cos_sin, cache, slots, absorbed, own, w_uk, scales, tokens, decode, eps,
+              query_token, query_head, compressed_token, cos_token, cache_slot, absorbed_token, absorbed_head,
+              own_token, uk_head, uk_depth, uk_column, scale_head, scale_depth, scale_column, heads, NOPE: tl.constexpr,
+              LORA: tl.constexpr, HALF: tl.constexpr, LORA_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr,
+              HEAD_BLOCK: tl.constexpr, PARTS: tl.constexpr, INTERLEAVED: tl.constexpr, FP8: tl.constexpr,
+              UK_BLOCKS: tl.constexpr, UK_BLOCK: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+              STORED: tl.constexpr, DEPENDENT: tl.constexpr, LEADS: tl.constexpr):
+    """Programs 0 to tokens * PARTS - 1: a token's key, or some of its query heads; those behind: W_UK's product, of
+    codes and the scales of their blocks where it is STORED."""
     dependent.begin(LEADS)
     program = tl.program_id(0)
     if program < tokens * PARTS:
@@ -73,9 +78,14 @@ def _prologue(query, compressed, weight, cos_sin, cache, slots, absorbed, own, w
                INTERLEAVED, FP8)
     elif UK_BLOCKS > 0:
         program -= tokens * PARTS
-        _product(query, w_uk, absorbed, (program // UK_BLOCKS).to(tl.int64), program % UK_BLOCKS * UK_BLOCK, decode,
-                 query_token, query_head, uk_head, uk_depth, uk_column, absorbed_token, absorbed_head, NOPE, LORA, ROWS,
-                 UK_BLOCK, DEPTH, DEPENDENT)
+        head, column = (program // UK_BLOCKS).to(tl.int64), program % UK_BLOCKS * UK_BLOCK
+        if STORED:
+            scaled_product(query, w_uk, scales, absorbed, head, column, decode, query_token, query_head, uk_head,
+                           uk_depth, uk_column, scale_head, scale_depth, scale_column, absorbed_token, absorbed_head,
+                           NOPE, LORA, ROWS, UK_BLOCK, DEPENDENT)
+        else:
+            _product(query, w_uk, absorbed, head, column, decode, query_token, query_head, uk_head, uk_depth, uk_column,
+                     absorbed_token, absorbed_head, NOPE, LORA, ROWS, UK_BLOCK, DEPTH, DEPENDENT)
 
 
 @triton.jit
@@ -161,10 +171,12 @@ def _gather(cache, slots, out, count, cache_slot, SIZE: tl.constexpr, BLOCK: tl.
 
 
 def prologue(query: Tensor, compressed: Tensor, norm_weight: Tensor, eps: float, cos_sin: Tensor, interleaved: bool,
-             cache: Tensor, slots: Tensor, absorbed: Tensor, own: Tensor, w_uk: Tensor, leads: bool = False) -> None:
+             cache: Tensor, slots: Tensor, absorbed: Tensor, own: Tensor, w_uk: Tensor, leads: bool = False,
+             stored: Blocks | None = None) -> None:
     """As ``kernels.mla.prologue``. Tokens may be strided; within a token the last dimension is contiguous.
 
-    ``leads``: the kernel behind waits for this one as ``dependent`` asks, so that it may start early.
+    ``leads``: the kernel behind waits for this one as ``dependent`` asks, so that it may start early. ``stored`` only
+    for few decoding tokens.
     """
     tokens, heads, size = query.shape
     lora, decode = norm_weight.shape[0], absorbed.shape[0]
@@ -173,16 +185,19 @@ def prologue(query: Tensor, compressed: Tensor, norm_weight: Tensor, eps: float,
         return
     block = min(HEADS, triton.next_power_of_2(heads))
     parts, few = 1 + triton.cdiv(heads, block), 0 < decode <= (2 * FEW if decode * heads <= FEW_PAIRS else FEW)
-    uk_block = min(UK_COLUMNS, triton.next_power_of_2(lora))
+    stored = stored if few else None
+    weight, scales = (w_uk, norm_weight.expand(1, 1, -1)) if stored is None else stored
+    uk_block = min(UK_COLUMNS, triton.next_power_of_2(lora)) if stored is None else mla_absorbed_fp8.BLOCK
     uk_blocks = triton.cdiv(lora, uk_block) if few else 0
     _prologue[(tokens * parts + heads * uk_blocks,)](
-        query, compressed, norm_weight, cos_sin, cache, slots, absorbed, own, w_uk, tokens, decode, eps,
+        query, compressed, norm_weight, cos_sin, cache, slots, absorbed, own, weight, scales, tokens, decode, eps,
         query.stride(0), query.stride(1), compressed.stride(0), cos_sin.stride(0), cache.stride(0), absorbed.stride(0),
-        absorbed.stride(1), own.stride(0), *w_uk.stride(), heads, NOPE=size - rope, LORA=lora, HALF=rope // 2,
-        LORA_BLOCK=triton.next_power_of_2(lora), HALF_BLOCK=triton.next_power_of_2(rope // 2), HEAD_BLOCK=block,
-        PARTS=parts, INTERLEAVED=interleaved, FP8=cache.dtype is torch.float8_e4m3fn, UK_BLOCKS=uk_blocks,
-        UK_BLOCK=uk_block, ROWS=_tile(decode) if few else 16, DEPTH=_tile(size - rope), num_warps=4,
-        **(options := dependent.options()), LEADS=options["DEPENDENT"] and leads and few)
+        absorbed.stride(1), own.stride(0), *weight.stride(), *scales.stride(), heads, NOPE=size - rope, LORA=lora,
+        HALF=rope // 2, LORA_BLOCK=triton.next_power_of_2(lora), HALF_BLOCK=triton.next_power_of_2(rope // 2),
+        HEAD_BLOCK=block, PARTS=parts, INTERLEAVED=interleaved, FP8=cache.dtype is torch.float8_e4m3fn,
+        UK_BLOCKS=uk_blocks, UK_BLOCK=uk_block, ROWS=_tile(decode) if few else 16, DEPTH=_tile(size - rope),
+        STORED=stored is not None, num_warps=4, **(options := dependent.options()),
+        LEADS=options["DEPENDENT"] and leads and few)
     if decode and not few:
         _bmm(query[:decode, :, : size - rope], w_uk, absorbed[..., :lora])
 
@@ -192,13 +207,16 @@ def absorb(q_nope: Tensor, w_uk: Tensor, absorbed: Tensor) -> None:
     _bmm(q_nope, w_uk, absorbed[..., : w_uk.shape[2]])
 
 
-def project(latent: Tensor, w_uv: Tensor, out: Tensor, follows: bool = False) -> None:
+def project(latent: Tensor, w_uv: Tensor, out: Tensor, follows: bool = False, stored: Blocks | None = None) -> None:
     """As ``kernels.mla.project``. latent and out are contiguous in their last dimension.
 
     ``follows``: the kernel before waits for those before it, as ``dependent`` asks, so that this one may start early.
+    ``stored`` only for few tokens.
     """
     tokens, heads, _ = latent.shape
-    if tokens > FEW or tokens * heads > FEW_PAIRS:
+    if stored is not None:
+        mla_absorbed_fp8.multiply(latent, stored, out, UV_STORED, follows=follows)
+    elif tokens > FEW or tokens * heads > FEW_PAIRS:
         _bmm(latent, w_uv, out)
     elif tokens:
         by_heads(latent, w_uv, out, min(32 if tokens <= 16 else 64, triton.next_power_of_2(w_uv.shape[2])), follows)

@@ -6,11 +6,11 @@ from typing import Literal
 from glowplug.core.component import Component, Package
 from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
-from glowplug.core.options import AttentionOptions
+from glowplug.plugins.attention.absorbed import AbsorbedOptions
 from glowplug.plugins.attention.library import HOPPER, SGL_KERNEL, SIXTEEN_BITS, check_kv_is_compute
 
 
-class Fa3MlaOptions(AttentionOptions):
+class Fa3MlaOptions(AbsorbedOptions):
     use: Literal["fa3_mla"] = "fa3_mla"
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 from glowplug.core.component import Component, Package
 from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import AttentionOffers, Capture, Mode
-from glowplug.core.options import AttentionOptions
+from glowplug.plugins.attention.absorbed import AbsorbedOptions
 from glowplug.plugins.attention.library import HOPPER, SIXTEEN_BITS, check_kv_is_compute
 
 #: it plans with lengths that the host knows, so nothing where they live on the device (drafts and their verification)
@@ -14,7 +14,7 @@ MODES = {Mode.PREFILL: Capture.EAGER, Mode.DECODE: Capture.GRAPH, Mode.IDLE: Cap
          Mode.DRAFT_DECODE: Capture.NO, Mode.DRAFT_EXTEND: Capture.NO}
 
 
-class FlashInferMlaOptions(AttentionOptions):
+class FlashInferMlaOptions(AbsorbedOptions):
     use: Literal["flashinfer_mla"] = "flashinfer_mla"
 
 

@@ -6,13 +6,13 @@ from typing import Literal
 from glowplug.core.component import Component, Package
 from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
-from glowplug.core.options import AttentionOptions
+from glowplug.plugins.attention.absorbed import AbsorbedOptions
 from glowplug.plugins.attention.library import HOPPER, SGL_KERNEL, SIXTEEN_BITS, check_kv_is_compute
 
 PAGE = 64  #: the only page size its kernels read
 
 
-class FlashMlaOptions(AttentionOptions):
+class FlashMlaOptions(AbsorbedOptions):
     use: Literal["flashmla"] = "flashmla"
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from glowplug.core.component import Check, CheckContext
 from glowplug.core.errors import Refusal
+from glowplug.plugins.attention.absorbed import check_absorbed
 
 SGL_KERNEL = "sglang-kernel"  #: the distribution; it is imported as ``sgl_kernel``
 HOPPER = frozenset({90})
@@ -16,6 +17,7 @@ def check_sizes(name: str) -> Check:
     """Refuses a model whose heads are not DeepSeek's, which the library's kernels are compiled for."""
 
     def check(context: CheckContext) -> Iterator[Refusal]:
+        yield from check_absorbed(context)
         model = context.facts.model
         if model.kind != "mla":
             return

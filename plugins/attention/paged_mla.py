@@ -18,6 +18,8 @@ from glowplug.core.options import AttentionOptions
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, RopeRows, Worker
 from glowplug.kernels import merge, mla
+from glowplug.kernels.fp8 import BLOCK, Blocks
+from glowplug.plugins.attention.absorbed import stored_is_faster
 from glowplug.plugins.attention.paging import kv_layers
 from glowplug.plugins.attention.ragged import RaggedCall, RaggedRows, plan_ragged
 
@@ -56,6 +58,7 @@ class PagedMla:
         nope, value = int(facts.config.get("qk_nope_head_dim", 128)), int(facts.config.get("v_head_dim", 128))
         per_key = facts.num_heads * (2 * nope + self._rope + value) * self._dtype.itemsize
         self._most_keys = max(256, EXPANDED_BYTES // per_key)
+        self._absorbed: str = getattr(options, "absorbed", "bf16")
         self._kernels, self._merge_into = _kernels(self._device)
         self._kv: tuple[Tensor, ...] = ()
         self._step: _Step | None = None
@@ -126,7 +129,7 @@ class PagedMla:
         absorbed = query.new_empty(count, layer.heads, self._lora + self._rope)
         own = query.new_empty(query.shape[0] - count, self._lora + self._rope)
         self._kernels.prologue(query, compressed, norm_weight, eps, at.cos_sin, at.interleaved, self._kv[layer.index],
-                               step.slots, absorbed, own, layer.w_uk, self.follows)
+                               step.slots, absorbed, own, layer.w_uk, self.follows, self._stored(layer, count)[0])
         return self._attend(absorbed, query[count:], own, layer)
 
     def store_mla(self, latent: Tensor, k_rope: Tensor, slots: Tensor, layer: MlaLayer) -> None:
@@ -151,11 +154,22 @@ class PagedMla:
         out = query.new_empty(step.decode + query.shape[0], layer.heads, layer.v_dim)
         if step.decode:
             latent = self.decode(absorbed, kv, layer.scale, layer)
-            self._kernels.project(latent, layer.w_uv, out[: step.decode], self.follows)
+            self._kernels.project(latent, layer.w_uv, out[: step.decode], self.follows,
+                                  self._stored(layer, step.decode)[1])
         for rows in step.ragged:
             at = slice(rows.first - step.decode, rows.first - step.decode + rows.tokens)
             out[rows.first : rows.first + rows.tokens] = self._ragged(rows, query[at], own[at], kv, layer)
         return out.view(-1, size)
+
+    def _stored(self, layer: MlaLayer, tokens: int) -> tuple[Blocks | None, Blocks | None]:
+        """W_UK [H, N, C] and W_UV [H, C, V] as the checkpoint stores them, where that is to be read for so many tokens.
+        """
+        if layer.kv_stored is None:
+            return None, None
+        (values, scales), rows = layer.kv_stored, layer.nope_dim
+        uk, uv = stored_is_faster(self._absorbed, layer.heads, tokens)
+        return (Blocks(values[:, :rows], scales[:, : rows // BLOCK]) if uk else None,
+                Blocks(values[:, rows:].transpose(1, 2), scales[:, rows // BLOCK :].transpose(1, 2)) if uv else None)
 
     def _ragged(self, rows: RaggedRows, query: Tensor, own: Tensor, kv: Tensor, layer: MlaLayer) -> Tensor:
         """query [n, H, nope + rope] and the tokens' own keys [n, lora + rope] -> [n, H, v_dim]."""

@@ -6,17 +6,17 @@ from typing import Literal
 from glowplug.core.component import Component, Package
 from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import EVERY_MODE_GRAPH, FLOAT_DTYPES, AttentionOffers, Capture, Mode
-from glowplug.core.options import AttentionOptions
+from glowplug.plugins.attention.absorbed import AbsorbedOptions, check_absorbed
 
 
-class TritonMlaOptions(AttentionOptions):
+class TritonMlaOptions(AbsorbedOptions):
     use: Literal["triton_mla"] = "triton_mla"
 
 
 @hookimpl
 def register_attention_backends() -> list[Component]:
     return [Component(
-        name="triton_mla", options=TritonMlaOptions,
+        name="triton_mla", options=TritonMlaOptions, check=check_absorbed,
         factory="glowplug.plugins.attention.triton_mla_runtime:TritonMla",
         requires=(Package("triton", ">=3.5"),),
         offers=AttentionOffers(

@@ -118,6 +118,10 @@ class Fp8LinearCuda(DenseLinear):
         wide = self.scales.repeat_interleave(BLOCK, 1)[:, : self.shape.inputs]
         return self.weight.float().mul_(wide).to(self._dtype)
 
+    def stored_blocks(self) -> tuple[Tensor, Tensor] | None:
+        """See ``core.layers.linear.Linear``."""
+        return None if self._by_row else (self.weight, self.scales)
+
 
 class Fp8ExpertsCuda:
     """``ExpertsMethod``: w13 E4M3 [E + S, 2I, H], w2 E4M3 [E + S, H, I] and their scales, the S experts behind the

@@ -11,7 +11,7 @@ from glowplug.core.batch import Batch
 from glowplug.core.protocols import AttentionBackend, RopeRows
 from glowplug.core.testing.attention_suite import MhaCase, MlaCase, MlaSuite
 from glowplug.core.testing.paged_world import Row, World, make_world, random_rows
-from glowplug.kernels import rope
+from glowplug.kernels import fp8, rope
 from glowplug.kernels.norm import rms_norm_reference
 
 EPS = 1e-6
@@ -43,6 +43,37 @@ class ProjectedSuite(MlaSuite):
             torch.testing.assert_close(outs[1], outs[0], rtol=10 * self.error, atol=10 * self.error)
             near = 2 * self.error if self.cached.itemsize > 1 else 0.13  # FP8: one way rounds to bf16 before
             torch.testing.assert_close(pools[1], pools[0], rtol=near, atol=2 * self.error, equal_nan=True)
+
+    def test_stored_blocks_are_read(self) -> None:
+        """A layer whose weights are block FP8: their blocks give what the dequantised ones give."""
+        if self.nope % fp8.BLOCK or self.value % fp8.BLOCK or self.lora % fp8.BLOCK:
+            pytest.skip("heads are not whole blocks")
+        for seed, width in enumerate((1, min(3, self.max_width))):
+            generator = torch.Generator().manual_seed(seed)
+            world = make_world([Row(n + width, width) for n in (1, 70, 200)], self.page_size, seed)
+            self.arguments(world, generator)
+            layer, projected = self.stored(generator), Projections(self, world.batch.num_tokens, seed)
+            world.move(self.device, self.cached)
+            outs = []
+            for option in ("bf16", "fp8"):
+                backend = self.backend(self.page_size)
+                backend._absorbed = option  # type: ignore[attr-defined]
+                world.pools = {"kv": world.pools["kv"].clone()}
+                backend.reserve(world.limits())
+                backend.plan_step(world.batch, None)
+                outs.append(projected.give(backend, True, layer))
+            torch.testing.assert_close(outs[1], outs[0], rtol=10 * self.error, atol=10 * self.error)
+            assert not torch.equal(*outs), "they are read: exact codes and rounded weights differ a little"
+
+    def stored(self, generator: torch.Generator) -> MlaCase:
+        rows = self.nope + self.value
+        weight = torch.randn(self.heads * rows, self.lora, generator=generator).mul_(self.lora**-0.5).to(self.device)
+        values, scales = fp8.quantize_weight(weight)
+        dense = fp8.dequantize_weight(values, scales, self.dtype).view(self.heads, rows, self.lora)
+        layer = self._case(dense[:, : self.nope], dense[:, self.nope :].transpose(1, 2))
+        layer.kv_stored = (values.view(self.heads, rows, self.lora),
+                           scales.view(self.heads, rows // fp8.BLOCK, self.lora // fp8.BLOCK))
+        return layer
 
     def there(self, layer: MlaCase) -> MlaCase:
         return self._case(layer.w_uk.to(self.device, self.dtype), layer.w_uv.to(self.device, self.dtype))

@@ -1,6 +1,7 @@
 """What GPU backends of latent attention share, driven on the CPU with attention by the definition."""
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -43,6 +44,16 @@ class PlainMla(PagedMla):
 class TestPagedMla(ProjectedSuite):
     def make(self, plan: EnginePlan, worker: Worker) -> AttentionBackend:
         return PlainMla(AttentionOptions(use="plain"), plan, worker)
+
+
+class TestPagedMlaOfStoredBlocks(TestPagedMla):
+    """On the CPU blocks are dequantised in float32: as the dense weights, and equal."""
+
+    nope, value, lora = 128, 128, 128
+
+    def test_stored_blocks_are_read(self) -> None:
+        with pytest.raises(AssertionError, match="they are read"):
+            super().test_stored_blocks_are_read()
 
 
 class TestPagedMlaOverLongPrefixes(TestPagedMla):

@@ -13,7 +13,7 @@ SCRIPT = """
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from glowplug.kernels.triton import merge, mla_prologue as kernels
+from glowplug.kernels.triton import merge, mla_absorbed_fp8 as fp8, mla_prologue as kernels
 
 def build(kernel, pointers, constants):
     names = kernel.arg_names
@@ -25,12 +25,16 @@ def build(kernel, pointers, constants):
 
 x = "*bf16"
 for cache in (x, "*fp8e4nv"):
-    for blocks, rows in ((0, 16), (8, 16), (8, 64)):
+    for blocks, rows, stored in ((0, 16, False), (8, 16, False), (8, 64, False), (4, 64, True)):
         build(kernels._prologue, dict(query=x, compressed=x, weight=x, cos_sin="*fp32", cache=cache, slots="*i64",
-              absorbed=x, own=x, w_uk=x, eps="fp32"),
+              absorbed=x, own=x, w_uk="*fp8e4nv" if stored else x, scales="*fp32" if stored else x, eps="fp32"),
               dict(NOPE=128, LORA=512, HALF=32, LORA_BLOCK=512, HALF_BLOCK=32, HEAD_BLOCK=16, PARTS=2,
-                   INTERLEAVED=rows == 16, FP8=cache != x, UK_BLOCKS=blocks, UK_BLOCK=64, ROWS=rows, DEPTH=128,
-                   DEPENDENT=True, LEADS=True, uk_column=1))
+                   INTERLEAVED=rows == 16, FP8=cache != x, UK_BLOCKS=blocks, UK_BLOCK=128 if stored else 64, ROWS=rows,
+                   DEPTH=128, STORED=stored, DEPENDENT=True, LEADS=True, uk_column=1))
+for rows in (16, 64):
+    for size, columns in ((128, 512), (512, 128)):
+        build(fp8._by_heads_fp8, dict(x=x, w="*fp8e4nv", scales="*fp32", out=x),
+              dict(SIZE=size, COLUMNS=columns, ROWS=rows, WIDTH=64, DEPENDENT=True))
 for rows, block in ((16, 32), (64, 64)):
     build(kernels._by_heads, dict(x=x, w=x, out=x),
           dict(SIZE=512, COLUMNS=128, ROWS=rows, BLOCK=block, DEPTH=512, DEPENDENT=True, w_depth=1))
@@ -46,4 +50,5 @@ def test_they_compile_for_hopper() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["_prologue"] * 6 + ["_by_heads"] * 2 + ["_store", "_gather", "_merge_into"]
+    assert done.stdout.split() == ["_prologue"] * 8 + ["_by_heads_fp8"] * 4 + ["_by_heads"] * 2 + [
+        "_store", "_gather", "_merge_into"]

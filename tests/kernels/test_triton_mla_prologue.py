@@ -8,7 +8,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from glowplug.kernels import mla, rope
+from glowplug.kernels.fp8 import dequantize_weight
 from glowplug.kernels.triton import mla_prologue
+from tests.kernels.test_triton_mla_absorbed_fp8 import stored
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAN = float("nan")
@@ -35,11 +37,11 @@ class Case:
         both = torch.randn(heads, nope + 5, lora, generator=generator).to(DEVICE, dtype)
         self.w_uk, self.w_uv = both[:, :nope] * nope**-0.5, (both[:, nope:] * lora**-0.5).transpose(1, 2)
 
-    def run(self, prologue: object, interleaved: bool) -> list[Tensor]:
+    def run(self, prologue: object, interleaved: bool, **more: object) -> list[Tensor]:
         made = [x.clone() for x in (self.query, self.cache, self.absorbed, self.own)]
         query = made[0]
         prologue(query, self.compressed, self.weight, 1e-6, self.cos_sin, interleaved,  # type: ignore[operator]
-                 made[1], self.slots, made[2], made[3], self.w_uk)
+                 made[1], self.slots, made[2], made[3], self.w_uk, **more)
         return [x.float().cpu() for x in made]
 
 
@@ -75,6 +77,35 @@ def test_products_by_heads(sizes: tuple[int, ...]) -> None:
                 kernels.project(latent, case.w_uv, out[where])
         torch.testing.assert_close(made[0], made[1], rtol=1e-5, atol=1e-5, equal_nan=True)
         torch.testing.assert_close(out[0], out[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens,decode,heads", [(3, 2, 3), (2, 0, 2), (1, 1, 1)])
+def test_stored_blocks_within(tokens: int, decode: int, heads: int) -> None:
+    for seed in (0, 1):
+        case = Case(tokens, decode, heads, 128, 256, 8, seed=seed)
+        blocks, _ = stored(heads, 128, 128, 256, seed)
+        for got, expected in zip(case.run(mla_prologue.prologue, True, stored=blocks),
+                                 case.run(mla.prologue, True, stored=blocks), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens,decode,heads", [(1, 1, 16), (37, 9, 128), (80, 64, 128), (200, 130, 16)])
+def test_stored_blocks_on_a_gpu(tokens: int, decode: int, heads: int) -> None:
+    """In bf16; too many tokens for the kernel go by the 16-bit weights, which give the same."""
+    for seed in (0, 1):
+        case = Case(tokens, decode, heads, 128, 512, 64, seed=seed, dtype=torch.bfloat16)
+        blocks, values = stored(heads, 128, 128, 512, seed)
+        case.w_uk = dequantize_weight(*blocks, torch.bfloat16)
+        for got, expected in zip(case.run(mla_prologue.prologue, True, stored=blocks), case.run(mla.prologue, True),
+                                 strict=True):
+            torch.testing.assert_close(got, expected, rtol=2**-6, atol=4e-2, equal_nan=True)
+        if decode <= 64:
+            latent = torch.randn(decode, heads, 512, device=DEVICE).bfloat16()
+            out = latent.new_full((decode, heads, 128), NAN)
+            mla_prologue.project(latent, latent, out, stored=values)
+            want = torch.einsum("thk,hkn->thn", latent.double(), dequantize_weight(*values, torch.float64))
+            assert (out.double() - want).norm() <= 1e-2 * want.norm()
 
 
 def test_store_and_gather() -> None:

@@ -1,0 +1,54 @@
+"""Which weights the absorbed products of latent attention read: 16 bits, or E4M3 blocks as the checkpoint has them.
+
+Stored blocks are what a block FP8 checkpoint says, so that reading them changes nothing but bytes; they are used where
+that was measured to be faster. Products of E4M3 activations, too, would round those, and gain nothing for few tokens.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field
+
+from glowplug.core.component import CheckContext
+from glowplug.core.errors import Refusal
+from glowplug.core.options import AttentionOptions
+
+MOST = 64  #: decoding tokens that a program of the kernels for stored blocks holds
+#: heads of a rank -> tokens of a step for which stored blocks were faster on an H200, for W_UK and for W_UV; what was
+#: measured lies in ``docs/benchmarks/fp8-bmm-h200.json``
+FASTER: dict[int, tuple[range, range]] = {
+    16: (range(0), range(0)),
+    128: (range(1, 65), range(8, 33)),
+}
+
+
+class AbsorbedOptions(AttentionOptions):
+    """Options of backends whose absorbed products can read stored blocks."""
+
+    absorbed: Literal["auto", "bf16", "fp8"] = Field(
+        "auto", description="weights of the absorbed products (W_UK, W_UV) in decode steps of few tokens: as the block "
+                            "FP8 checkpoint stores them, or 16 bits; auto: stored ones where they were measured faster")
+
+
+def stored_is_faster(option: str, heads: int, tokens: int) -> tuple[bool, bool]:
+    """Is W_UK's product, and W_UV's, to be made of stored blocks where there are any?"""
+    if option == "bf16" or not 0 < tokens <= MOST:
+        return False, False
+    if option == "fp8":
+        return True, True
+    uk, uv = FASTER[min(FASTER, key=lambda measured: abs(math.log2(measured / heads)))]
+    return tokens in uk, tokens in uv
+
+
+def check_absorbed(context: CheckContext) -> Iterator[Refusal]:
+    """Stored blocks can only be asked for where the quantization keeps some."""
+    if getattr(context.options, "absorbed", "auto") != "fp8":
+        return
+    device, chosen = context.values["device"], context.chosen.get("quantization", ())
+    kept = [one for one in chosen if one.offers.block_shape is not None
+            and not one.options.dequantizes(device, one.offers)]
+    if chosen and not kept:
+        yield Refusal(context.options.use, "attention.absorbed", "no weights in block FP8 are kept: quantization is "
+                      f"{chosen[0].name}", 'attention.absorbed = "auto", or quantization.use = "block_fp8"')
