@@ -76,7 +76,8 @@ def test_verification_and_drafts_are_replayed(tmp_path: Path, steps: int) -> Non
 
 WAYS: list[dict[str, Any]] = [
     {"temperature": 0.0}, {"seed": 5}, {"temperature": 0.7, "top_p": 0.8},
-    {"temperature": 0.0, "repetition_penalty": 1.3}, {"temperature": 0.0, "logprobs": 2}, {"top_k": 7, "top_p": 0.9, "min_p": 0.01}, {"logprobs": 3, "top_p": 0.9},
+    {"temperature": 0.0, "repetition_penalty": 1.3}, {"temperature": 0.0, "logprobs": 2},
+    {"top_k": 7, "top_p": 0.9, "min_p": 0.01}, {"logprobs": 3, "top_p": 0.9},
     {"frequency_penalty": 0.6, "logit_bias": {5: 4.0}, "allowed_token_ids": list(range(0, VOCAB, 2))},
     {"logprobs": 1, "presence_penalty": 0.5}]
 
