@@ -73,7 +73,7 @@ def _uniform(seed, position):
 
 
 @triton.jit
-def _key(value, index):
+def key_of(value, index):
     """int64 that orders by value, NaN above all, then by the smaller index."""
     bits = (value + 0.0).to(tl.int32, bitcast=True)  # the sum makes -0 equal to 0
     ordered = tl.where(value != value, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
@@ -112,7 +112,7 @@ def _best_edited(logits, keys, arrived, tokens, peaks, bad, least, rows, positio
 @triton.jit
 def _best_of_row(source, value, index, row, block, keys, arrived, tokens, peaks, bad, least, vocab, blocks,
                  BLOCKS: tl.constexpr):
-    tl.store(keys + row * blocks + block, tl.max(_key(value, index)))
+    tl.store(keys + row * blocks + block, tl.max(key_of(value, index)))
     if finished(arrived, row, blocks):
         each = tl.arange(0, BLOCKS)
         found = tl.max(tl.load(keys + row * blocks + each, mask=each < blocks, other=-0x7FFFFFFFFFFFFFFF,
