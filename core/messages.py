@@ -40,7 +40,7 @@ class Control(msgspec.Struct, tag="c", array_like=True):
     """A question or command outside the token path; answered by a :class:`Reply` with the same ``id``.
 
     Actions: "flush" (drop the prefix cache), "info" (sizes, memory, budget), "check" (integrity of pool and cache),
-    "profile_start", "profile_stop".
+    "memory" (bytes now), "profile_start", "profile_stop".
     """
 
     id: int

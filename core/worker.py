@@ -19,6 +19,7 @@ from glowplug.core.facts import ModelFacts
 from glowplug.core.fitting import RankMemory
 from glowplug.core.loading import load_model
 from glowplug.core.memory.allocator import PageAllocator
+from glowplug.core.memory.measure import memory_now
 from glowplug.core.mesh import coordinates
 from glowplug.core.offers import QuantizationOffers
 from glowplug.core.parallel_stack import ParallelStack
@@ -127,6 +128,7 @@ class RankBuilder:
     def _controls(self, scheduler: Scheduler, runner: Runner, parallel: ParallelStack) -> dict[str, ControlHandler]:
         profiler = Profiler(self.worker.rank, self.worker.device, step_phases(scheduler, runner))
         return {"info": lambda args: self.info(parallel), "check": lambda args: dict(scheduler.check()),
+                "memory": lambda args: dict(memory_now(self.memory.gauge)),
                 "profile_start": profiler.start, "profile_stop": profiler.stop}
 
     def _load(self, model: Model, draft: Model | None) -> None:

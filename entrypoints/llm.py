@@ -128,6 +128,10 @@ class LLM:
         news, self._news = self._news, []
         return news
 
+    def abort(self, streams: Sequence[Stream]) -> None:
+        """Give submitted sequences up: no more of their news comes. Unknown and ended ones are ignored."""
+        self._abandon(list(streams))
+
     def control(self, action: str, **args: Any) -> dict[str, Any]:
         """Ask the engine: "info", "flush", "check". RequestError when it refuses."""
         self._check_open()

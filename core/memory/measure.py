@@ -96,6 +96,14 @@ def gauge_of(device: str) -> Gauge:
     return CudaGauge(device) if device.startswith("cuda") else HostGauge()
 
 
+def memory_now(gauge: Gauge) -> dict[str, int]:
+    """Bytes: this process's resident set; on its device what tensors take, the allocator has, and everybody uses."""
+    free, total = gauge.device()
+    device = (gauge.held(), gauge.claimed()) if gauge.measures else (0, 0)
+    return {"host": HostGauge().held(), "device_held": device[0], "device_claimed": device[1],
+            "device_used": total - free}
+
+
 class MemoryMeter:
     """Bytes by budget line. ``lines``: as measured before the port opens; ``again``: the same a second time, of lines
     that are measured under the conditions of service too."""

@@ -12,6 +12,7 @@ COMMANDS = {
     "kernels": ("kernels", "each kernel of a step by itself, every provider side by side"),
     "offline": ("offline", "throughput of the offline engine, in this process"),
     "serving": ("serving", "latency and throughput of a server under load: glowplug, vLLM, SGLang, any OpenAI server"),
+    "soak": ("soak", "mixed requests for a long time, in this process: no error, no growth, every page back"),
     "table": ("table", "a result table from the lines that `serving` wrote"),
     "peers": ("peers", "our results beside other engines', with ratios and the floor"),
     "single-query": ("single_query", "one query under every mixture of radix cache, NextN, EP-MoE and DP attention"),

@@ -1,0 +1,90 @@
+"""The requests of a soak: every length, ways of sampling that mix in a batch, beginnings in common."""
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+from glowplug.core.plan import EnginePlan
+from glowplug.core.request import SamplingParams
+
+PREFIXES = 8  #: beginnings that requests share
+REFUSED = 0.01  #: share of requests that are too long to be taken
+SHORTEST = 8  #: context below which nothing can be mixed
+
+
+@dataclass
+class Wanted:
+    """One request. ``abort_after``: tokens after which it is given up; ``refused``: it must not be taken.
+
+    ``seen``: tokens that have come.
+    """
+
+    prompt: list[int]
+    params: SamplingParams
+    abort_after: int | None = None
+    refused: bool = False
+    seen: int = 0
+
+
+class Mix:
+    """Draws requests that ``plan``'s engine can serve, and now and then one that it cannot."""
+
+    def __init__(self, rng: random.Random, plan: EnginePlan, abort_share: float, shared_share: float) -> None:
+        self._rng, self._abort, self._shared = rng, abort_share, shared_share
+        self._vocab = plan.facts.model.vocab_size
+        pool = (plan.sizes.num_pages - 1) * plan.sizes.page_size
+        self._context = min(plan.sizes.context_length, pool)
+        if self._context < SHORTEST:
+            raise ValueError(f"a context of {self._context} tokens is too short to mix lengths in")
+        self._prefixes = [self._ids(self._context // 2) for _ in range(PREFIXES)]
+        self._questions: list[list[int]] = []
+
+    def next(self) -> Wanted:
+        rng = self._rng
+        if rng.random() < REFUSED:
+            return Wanted(self._ids(self._context + 1), SamplingParams(max_tokens=1), refused=True)
+        prompt = self._prompt(self._length(self._context - 2))
+        tokens = self._length(self._context - 1 - len(prompt))
+        params = self._sampled(tokens)
+        abort = rng.randint(1, tokens) if rng.random() < self._abort else None
+        return Wanted(prompt, params, abort)
+
+    def questions(self, count: int, tokens: int) -> list[list[int]]:
+        """The same prompts at every call, each with room for ``tokens``."""
+        if not self._questions:
+            room = max(1, self._context - tokens)
+            self._questions = [self._ids(max(1, room * (index + 1) // (2 * count))) for index in range(count)]
+        return self._questions
+
+    def _length(self, most: int) -> int:
+        """Log-uniform from 1 to ``most``: as many short ones as long ones."""
+        return max(1, min(most, round(math.exp(self._rng.random() * math.log(max(1, most))))))
+
+    def _ids(self, count: int) -> list[int]:
+        return [self._rng.randrange(self._vocab) for _ in range(count)]
+
+    def _prompt(self, length: int) -> list[int]:
+        if self._rng.random() >= self._shared:
+            return self._ids(length)
+        prefix = self._rng.choice(self._prefixes)[: max(1, length - 1)]
+        return prefix + self._ids(length - len(prefix))
+
+    def _sampled(self, tokens: int) -> SamplingParams:
+        """Greedy, seeded, cut off, penalised, scored: each some of the time."""
+        rng = self._rng
+        way = rng.choice(("greedy", "greedy", "seeded", "top_p", "top_k", "penalised", "scored", "stops"))
+        if way == "greedy":
+            return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        if way == "seeded":
+            return SamplingParams(temperature=1.0, max_tokens=tokens, seed=rng.getrandbits(32), ignore_eos=True)
+        if way == "top_p":
+            return SamplingParams(temperature=0.8, top_p=0.9, min_p=0.01, max_tokens=tokens)
+        if way == "top_k":
+            return SamplingParams(temperature=1.2, top_k=min(40, self._vocab), max_tokens=tokens)
+        if way == "penalised":
+            return SamplingParams(temperature=0.7, repetition_penalty=1.1, presence_penalty=0.5, max_tokens=tokens)
+        if way == "scored":
+            return SamplingParams(temperature=0.0, logprobs=min(3, self._vocab), max_tokens=tokens, ignore_eos=True)
+        stops = self._ids(6)
+        return SamplingParams(temperature=1.0, stop_token_ids=stops, max_tokens=tokens)
