@@ -1,13 +1,15 @@
 """Where tokens go in the paged cache, computed on the device; and small host arrays sent there in one copy."""
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+ALIGNED = 4  #: numbers at multiples of which each part begins
 
 
 def slots_at(page_table: Tensor, positions: Tensor, page_size: int) -> Tensor:
@@ -23,11 +25,28 @@ def slots_at(page_table: Tensor, positions: Tensor, page_size: int) -> Tensor:
 
 
 def send(parts: Seq[NDArray[Any]], device: torch.device) -> tuple[Tensor, ...]:
-    """One-dimensional integer ``parts`` as int32 tensors on ``device``: one copy, which the host does not wait for."""
-    sizes = [len(part) for part in parts]
+    """One-dimensional integer ``parts`` as int32 tensors on ``device``: one copy, which the host does not wait for.
+
+    NOTE: each begins at a multiple of 16 bytes. Triton compiles a kernel anew for pointers of another alignment, in the
+    middle of serving where it depends on the lengths of a step.
+    """
     if device.type == "cpu":
-        return torch.split(torch.from_numpy(np.concatenate(parts, dtype=np.int32, casting="unsafe")), sizes)
-    # NOTE: torch keeps pinned memory that was given back until the copies out of it have happened.
-    packed = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=True)
-    np.concatenate(parts, out=packed.numpy(), casting="unsafe")
-    return torch.split(packed.to(device, non_blocking=True), sizes)
+        joined = np.concatenate(parts, dtype=np.int32, casting="unsafe")
+        return torch.split(torch.from_numpy(joined), [len(part) for part in parts])
+    return sent(parts, lambda size: torch.empty(size, dtype=torch.int32, pin_memory=True), device)
+
+
+def sent(parts: Seq[NDArray[Any]], pinned: Callable[[int], Tensor], device: torch.device) -> tuple[Tensor, ...]:
+    """As :func:`send`, by way of memory that ``pinned`` makes: int32 of so many numbers.
+
+    NOTE: torch keeps pinned memory that was given back until the copies out of it have happened.
+    """
+    starts = [0]
+    for part in parts:
+        starts.append(starts[-1] - -len(part) // ALIGNED * ALIGNED)
+    packed = pinned(starts[-1])
+    numbers = packed.numpy()
+    for part, start in zip(parts, starts):
+        numbers[start : start + len(part)] = part
+    on_device = packed.to(device, non_blocking=True)
+    return tuple(on_device[start : start + len(part)] for part, start in zip(parts, starts))

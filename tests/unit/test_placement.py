@@ -1,0 +1,28 @@
+"""Small host arrays on their way to a device."""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from glowplug.core.placement import send, sent
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("lengths", [[1], [4, 4], [3, 0, 5, 1], [0], [17, 2, 33, 8, 1]])
+def test_parts_arrive_and_begin_at_whole_words(lengths: list[int]) -> None:
+    rng = np.random.default_rng(len(lengths))
+    parts = [rng.integers(0, 1 << 30, length).astype(dtype) for length, dtype in zip(
+        lengths, [np.int32, np.int64, np.int32, np.int64, np.int32])]
+    made: list[torch.Tensor] = []
+
+    def memory(size: int) -> torch.Tensor:
+        made.append(torch.full((size,), -1, dtype=torch.int32))
+        return made[-1]
+
+    found = sent(parts, memory, CPU)
+    assert [tensor.tolist() for tensor in found] == [part.tolist() for part in parts]
+    assert [tensor.tolist() for tensor in send(parts, CPU)] == [part.tolist() for part in parts]
+    assert all(tensor.dtype is torch.int32 and tensor.storage_offset() % 4 == 0 for tensor in found)
+    assert len(made[0]) == sum(-(-length // 4) * 4 for length in lengths)
