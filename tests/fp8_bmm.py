@@ -26,6 +26,8 @@ NOPE, VALUE, LORA = 128, 128, 512
 COLD = 256 << 20  #: bytes of weights that a graph goes through
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 REPLAYS = 5
+#: columns and warps of a program of the kernel for stored blocks
+CUTS = {"W_UK": ((64, 4), (128, 4), (128, 8)), "W_UV": ((16, 4), (32, 4), (32, 8), (64, 4), (64, 8))}
 Work = Callable[[int], None]  #: the product of one layer
 
 
@@ -61,9 +63,9 @@ class Products:
     def ways(self) -> dict[str, Work]:
         found: dict[str, Work] = {"bf16 cublas": self._cublas}
         if self.tokens <= 128:
-            for width in (32, 64):
+            for width in (64,) if self.kind == "W_UK" else (32, 64):
                 found[f"bf16 kernel {width}"] = lambda layer, width=width: self._kernel(layer, width)  # type: ignore[misc]
-            for width, warps in ((32, 4), (64, 4), (128, 4), (128, 8)):
+            for width, warps in CUTS[self.kind]:
                 found[f"fp8 kernel {width} {warps}"] = (
                     lambda layer, width=width, warps=warps: mla_absorbed_fp8.multiply(  # type: ignore[misc]
                         self.x, self.blocks[layer % len(self.blocks)], self.out, width, warps, True))
