@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from glowplug.core.facts import ModelFacts
+from glowplug.core.stored_formats import stored_matrix
 from glowplug.core.weight_classes import TIED, VOCAB, WHOLE, Kind, role_of
 
-FP8 = "float8_e4m3fn"
-LEFT_ALONE = frozenset({"eh_proj", "gate"})  #: linear layers that published FP8 checkpoints do not quantise
+LEFT_ALONE = frozenset({"eh_proj", "gate"})  #: linear layers that published quantised checkpoints leave alone
 
 
 class Tensor(NamedTuple):
@@ -82,14 +82,11 @@ def _layer(found: dict[Kind, int], model: ModelFacts, moe: bool, times: int, dra
 
 def _count(found: dict[Kind, int], model: ModelFacts, tensor: Tensor, times: int, draft: int) -> None:
     role = role_of(tensor.name)
-    count = tensor.rows * (tensor.columns or 1)
-    quantised = tensor.columns > 0 and model.quant_block is not None and model.quant_method == "fp8" \
-        and tensor.name.rsplit(".", 2)[-2] not in LEFT_ALONE
-    if quantised and model.quant_block is not None:
-        rows, columns = model.quant_block
-        blocks = -(-tensor.rows // rows) * -(-tensor.columns // columns)
-        _add(found, Kind(role, "float32", True, draft), blocks * times)
-    _add(found, Kind(role, FP8 if quantised else model.dtype, False, draft), count * times)
+    if not tensor.columns or tensor.name.rsplit(".", 2)[-2] in LEFT_ALONE:
+        _add(found, Kind(role, model.dtype, False, draft), tensor.rows * (tensor.columns or 1) * times)
+        return
+    for stored in stored_matrix(model, tensor.rows, tensor.columns):
+        _add(found, Kind(role, stored.dtype, stored.scale, draft), stored.count * times)
 
 
 def _norms(model: ModelFacts) -> Iterator[Tensor]:

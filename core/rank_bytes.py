@@ -12,9 +12,11 @@ from glowplug.core.mesh import axis_size, coordinates, deal
 from glowplug.core.weight_classes import (
     EXPERTS,
     HEADS,
+    INT4,
     KV_HEADS,
     KV_UP,
     ROUTER,
+    SCALE,
     SHARED,
     TIED,
     VOCAB,
@@ -25,12 +27,13 @@ from glowplug.core.weight_classes import (
 
 EIGHT_BIT = frozenset({"float8_e4m3fn", "float8_e5m2", "int8"})
 SCALE_BYTES = 4
+HALF_BYTES = 2  #: of a scale or zero of 4-bit weights
 
 
 @dataclass(frozen=True)
 class Storage:
-    """How loaded weights are kept: bytes of a number in the compute dtype; whether 8-bit weights stay 8-bit; whether
-    the latent's up-projection is copied once more (a CPU lays it out for absorption)."""
+    """How loaded weights are kept: bytes of a number in the compute dtype; whether quantised weights stay as narrow;
+    whether the latent's up-projection is copied once more (a CPU lays it out for absorption)."""
 
     compute: int
     keeps: bool
@@ -44,19 +47,20 @@ def weights_by_rank(tally: Tally, model: ModelFacts, mesh: Mapping[str, int], ra
     exchange = "ep" in mesh  # the shared expert then stays within a group
     even = sum(_part(count * number_bytes(kind, storage), parts_of(kind.role, model, mesh, exchange))
                for kind, count in wanted.items() if kind.role not in (VOCAB, TIED))
-    rows = {}  # bytes of one row of the vocabulary, over all its tables
+    rows: dict[Kind, float] = {}  # bytes of one row of the vocabulary, over all its tables
     for kind, count in wanted.items():
         if kind.role in (VOCAB, TIED):
             rows[kind] = count // model.vocab_size * number_bytes(kind, storage)
     row = sum(rows.values())
-    return tuple(even + row * vocabulary_rows(model.vocab_size, mesh, rank) for rank in range(ranks))
+    return tuple(even + int(row) * vocabulary_rows(model.vocab_size, mesh, rank) for rank in range(ranks))
 
 
-def number_bytes(kind: Kind, storage: Storage) -> int:
+def number_bytes(kind: Kind, storage: Storage) -> float:
     """Bytes that one number of a class takes once loaded."""
     if kind.scale:
-        return SCALE_BYTES if storage.keeps else 0
-    kept = 1 if kind.dtype in EIGHT_BIT and storage.keeps else storage.compute
+        return (SCALE_BYTES if kind.dtype == SCALE else HALF_BYTES) if storage.keeps else 0
+    narrow = 0.5 if kind.dtype == INT4 else 1
+    kept = narrow if (kind.dtype in EIGHT_BIT or kind.dtype == INT4) and storage.keeps else storage.compute
     if kind.role == ROUTER:
         return 4
     if kind.role == TIED:
@@ -83,5 +87,5 @@ def vocabulary_rows(vocab: int, mesh: Mapping[str, int], rank: int) -> int:
     return deal(vocab, axis_size("attn_tp", mesh), coordinates(rank, mesh).get("attn_tp", 0))[1]
 
 
-def _part(total: int, parts: int) -> int:
-    return -(-total // parts)
+def _part(total: float, parts: int) -> int:
+    return -int(-total // parts)

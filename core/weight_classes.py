@@ -22,6 +22,9 @@ EXPERTS = "experts"
 ROUTER = "router"  #: the gate, whole and in float32
 WHOLE = "whole"  #: latents, norms, and whatever no strategy is known to split
 
+INT4 = "int4"  #: eight numbers an int32, as AWQ packs them
+SCALE = "float32"  #: what scales of 8-bit weights are kept in
+
 TARGET = -1  #: ``Kind.draft`` of everything that is not a next-token layer's
 
 _BY_MODULE = {
@@ -33,8 +36,8 @@ _ROW_SPLIT = frozenset({"o_proj", "down_proj"})  #: their columns are split, so 
 
 
 class Kind(NamedTuple):
-    """``role``: one of the names above. ``dtype``: as stored. ``scale``: block scales, not weights. ``draft``: number
-    of the next-token layer it belongs to, or ``TARGET``."""
+    """``role``: one of the names above. ``dtype``: as stored (of scales and zeros: as kept beside quantised weights).
+    ``scale``: scales or zeros, not weights. ``draft``: number of the next-token layer it belongs to, or ``TARGET``."""
 
     role: str
     dtype: str
@@ -69,9 +72,20 @@ def tally(tensors: Mapping[str, TensorFact], layers: int, tied: bool = False) ->
             continue  # never read
         if tied and name == "model.embed_tokens.weight":
             role = TIED
-        kind = Kind(role, tensor.dtype, name.endswith("_scale_inv"), next_token_layer(name, layers))
-        found[kind] = found.get(kind, 0) + math.prod(tensor.shape)
+        dtype, scale, count = numbers(name, tensor)
+        kind = Kind(role, dtype, scale, next_token_layer(name, layers))
+        found[kind] = found.get(kind, 0) + count
     return found
+
+
+def numbers(name: str, tensor: TensorFact) -> tuple[str, bool, int]:
+    """``Kind.dtype`` and ``Kind.scale`` of a tensor by its published name, and how many numbers it holds."""
+    count, leaf = math.prod(tensor.shape), name.rpartition(".")[2]
+    if leaf in ("weight_scale_inv", "weight_scale"):
+        return SCALE, True, count
+    if leaf in ("qweight", "qzeros") and tensor.dtype == "int32":
+        return INT4, leaf == "qzeros", 8 * count
+    return tensor.dtype, leaf == "scales", count
 
 
 def next_token_layer(name: str, layers: int) -> int:

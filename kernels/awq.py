@@ -5,8 +5,9 @@ Published: ``qweight`` int32 [K, N / 8], eight neighbouring columns a word, colu
 inputs.
 
 Ours: ``packed`` int16 [ceil(K / 128), N, 32]: input 128 b + 32 i + j of output n in bits 4 i of word [b, n, j], so that
-a tile of outputs is one run of bytes, and each shift yields 32 neighbouring inputs. ``zeros`` [G, N] hold OFFSET + z in
-the compute dtype: what a number is after its bits were put into the mantissa of OFFSET.
+a tile of outputs is one run of bytes, and each shift yields 32 neighbouring inputs. ``factors`` int32 [G, N]: a group's
+scale as float16 in the lower half, and in the upper half OFFSET + z in the compute dtype (float32: z as a whole
+number), which is what a number z becomes whose bits are put into the mantissa of OFFSET.
 """
 from __future__ import annotations
 
@@ -55,14 +56,26 @@ def dequantize_published(qweight: Tensor, qzeros: Tensor, scales: Tensor, group:
     return centred.mul_(scales.float().index_select(0, groups)).t()
 
 
-def dequantize(packed: Tensor, scales: Tensor, zeros: Tensor, depth: int, group: int, dtype: torch.dtype) -> Tensor:
-    """[N, depth] in ``dtype`` of our layout."""
+def pack_factors(scales: Tensor, zeros: Tensor, dtype: torch.dtype) -> Tensor:
+    """scales and zeros (0 to 15) [G, N] -> factors int32 [G, N] for products in ``dtype``."""
+    if dtype is torch.float32:
+        upper = zeros.to(torch.int32)
+    else:
+        upper = (zeros.to(dtype) + OFFSET[dtype]).view(torch.int16).int()
+    return (scales.half().view(torch.int16).int() & 0xFFFF) | upper << 16
+
+
+def unpack_factors(factors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """float32 scales and zeros [G, N] of ``pack_factors``."""
+    scales, upper = (factors & 0xFFFF).short().view(torch.float16), factors >> 16
+    zeros = upper if dtype is torch.float32 else upper.short().view(dtype) - OFFSET[dtype]
+    return scales.float(), zeros.float()
+
+
+def dequantize(packed: Tensor, factors: Tensor, depth: int, group: int, dtype: torch.dtype,
+               out_dtype: torch.dtype | None = None) -> Tensor:
+    """[N, depth] in ``out_dtype`` (or ``dtype``) of our layout for products in ``dtype``."""
     groups = torch.arange(depth, device=packed.device) // group
-    centred = unpack_blocks(packed, depth).float().t() - (zeros.float() - OFFSET[zeros.dtype]).index_select(0, groups)
-    return centred.mul_(scales.float().index_select(0, groups)).t().to(dtype)
-
-
-def multiply(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, group: int) -> Tensor:
-    """Reference product: x [T, K] times our layout -> float32 [T, N]."""
-    weight = dequantize(packed, scales, zeros, x.shape[1], group, torch.float32)
-    return x.float() @ weight.t()
+    scales, zeros = unpack_factors(factors, dtype)
+    centred = unpack_blocks(packed, depth).float().t() - zeros.index_select(0, groups)
+    return centred.mul_(scales.index_select(0, groups)).t().to(out_dtype or dtype)

@@ -22,6 +22,7 @@ class AgreeingSource(RandomSource):
         if name.endswith("eh_proj.weight"):
             hidden = shape[0]
             return torch.cat([torch.eye(hidden, dtype=made.dtype, device=device), 0.7 * made[:, hidden:]], dim=1)
-        if (".o_proj." in name or ".down_proj." in name) and made.dtype is not torch.float8_e4m3fn:  # its scales grow
+        coded = made.dtype is torch.float8_e4m3fn or not made.is_floating_point()  # its scales grow
+        if (".o_proj." in name or ".down_proj." in name) and not coded:
             return made * self._spread
         return made

@@ -21,7 +21,8 @@ DTYPE = "int4_w4a16"
 BLOCK: tl.constexpr = tl.constexpr(128)  # inputs of a packed block
 PLANE: tl.constexpr = tl.constexpr(32)  # neighbouring inputs that one shift yields
 
-_BF16 = "{.reg .b32 t; shr.b32 t, $1, %d; lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; sub.bf16x2 $0, t, $2;}"
+_BF16 = ("{.reg .b32 t, m; mov.b32 m, 0xBF80BF80; shr.b32 t, $1, %d; lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; "
+         "fma.rn.bf16x2 $0, $2, m, t;}")  # t - zero; there is no subtraction of two before SM90
 _FP16 = "{.reg .b32 t; shr.b32 t, $1, %d; lop3.b32 t, t, 0x000F000F, 0x64006400, 0xEA; sub.f16x2 $0, t, $2;}"
 BF16_0, BF16_1, BF16_2, BF16_3 = (tl.constexpr(_BF16 % (4 * plane)) for plane in range(4))
 FP16_0, FP16_1, FP16_2, FP16_3 = (tl.constexpr(_FP16 % (4 * plane)) for plane in range(4))
@@ -33,9 +34,25 @@ def _half(packed, zero, ASM: tl.constexpr):
 
 
 @triton.jit
-def unpack(packed, zero, PLANE_NUMBER: tl.constexpr):
-    """packed int16 [R, 32], zero [R] = OFFSET + z in the compute dtype -> q - z of one plane, [R, 32] in that dtype."""
-    zero = tl.broadcast_to(zero[:, None], packed.shape)
+def scale_of(factors):
+    return (factors & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def zero_of(factors, DTYPE: tl.constexpr):
+    """OFFSET + z in the compute dtype."""
+    upper = (factors >> 16).to(tl.int16)
+    if DTYPE == tl.float32:
+        zero = upper.to(tl.float32)
+    else:
+        zero = upper.to(DTYPE, bitcast=True)
+    return zero
+
+
+@triton.jit
+def unpack(packed, factors, DTYPE: tl.constexpr, PLANE_NUMBER: tl.constexpr):
+    """packed int16 [R, 32], factors int32 [R] -> q - z of one plane, [R, 32] in the compute dtype."""
+    zero = tl.broadcast_to(zero_of(factors, DTYPE)[:, None], packed.shape)
     if zero.dtype == tl.bfloat16:
         if PLANE_NUMBER == 0:
             value = _half(packed, zero, BF16_0)
@@ -70,15 +87,24 @@ def load_plane(x_at, first, depth, EVEN: tl.constexpr):
 
 
 @triton.jit
-def times(packed, zero, x, part, PLANE_NUMBER: tl.constexpr):
+def load_rows(at, inside, EVEN_N: tl.constexpr):
+    if EVEN_N:
+        value = tl.load(at)
+    else:
+        value = tl.load(at, mask=inside, other=0)
+    return value
+
+
+@triton.jit
+def times(packed, factors, x, part, PLANE_NUMBER: tl.constexpr):
     """part float32 [N, M] + one plane of the weight times x [M, 32]^T."""
-    return tl.dot(unpack(packed, zero, PLANE_NUMBER), tl.trans(x), part, input_precision="ieee")
+    return tl.dot(unpack(packed, factors, x.dtype, PLANE_NUMBER), tl.trans(x), part, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _gemm(x, packed, scales, zeros, bias, out, rows, columns, depth, x_stride,
-          GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
-          DEPENDENT: tl.constexpr):
+def _gemm(x, packed, factors, bias, out, rows, columns, depth, x_stride,
+          GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+          EVEN_N: tl.constexpr, BIAS: tl.constexpr, DEPENDENT: tl.constexpr):
     """The second grid dimension splits the depth into parts, [parts, M, N]. A group is 32, 64 or so many blocks."""
     dependent.begin(DEPENDENT)
     tiles_m = tl.cdiv(rows, BLOCK_M)
@@ -89,31 +115,29 @@ def _gemm(x, packed, scales, zeros, bias, out, rows, columns, depth, x_stride,
     start = blocks * tl.program_id(1) // tl.num_programs(1)
     end = blocks * (tl.program_id(1) + 1) // tl.num_programs(1)
     real, inside = m < rows, n < columns
-    held = tl.where(inside, n, 0)
     lane = tl.arange(0, PLANE)
     x_at = x + tl.where(real, m, 0).to(tl.int64)[:, None] * x_stride + lane[None, :]
-    w_at = packed + held.to(tl.int64)[:, None] * PLANE + lane[None, :]
+    w_at = packed + n.to(tl.int64)[:, None] * PLANE + lane[None, :]
     step = columns.to(tl.int64) * PLANE
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     dependent.wait(DEPENDENT)
-    for block in range(start, end):
-        words = tl.load(w_at + block * step)
+    for block in tl.range(start, end, num_stages=STAGES):  # said here, it holds for factors, too
+        words = load_rows(w_at + block * step, inside[:, None], EVEN_N)
         part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for plane in tl.static_range(4):
             first = block * BLOCK + plane * PLANE
             if plane == 0 or (plane * PLANE) % GROUP == 0:
-                group = first // GROUP * columns + held
+                group = first // GROUP
                 if GROUP < BLOCK and not EVEN:
-                    group = tl.where(first < depth, group, held)
-                zero = tl.load(zeros + group)
-                scale = tl.load(scales + group)
-            part = times(words, zero, load_plane(x_at, first, depth, EVEN), part, plane)
+                    group = tl.where(first < depth, group, 0)
+                factor = load_rows(factors + group * columns + n, inside, EVEN_N)
+            part = times(words, factor, load_plane(x_at, first, depth, EVEN), part, plane)
             if plane == 3 or ((plane + 1) * PLANE) % GROUP == 0:
-                total += part * scale.to(tl.float32)[:, None]
+                total += part * scale_of(factor)[:, None]
                 part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if BIAS:
         if tl.program_id(1) == 0:
-            total += tl.load(bias + held).to(tl.float32)[:, None]
+            total += load_rows(bias + n, inside, EVEN_N).to(tl.float32)[:, None]
     at = (tl.program_id(1) * rows + m).to(tl.int64)[:, None] * columns + n[None, :]
     tl.store(out + at, tl.trans(total).to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
 
@@ -130,7 +154,7 @@ def _sum_parts(parts, out, size, count, WIDTH: tl.constexpr, DEPENDENT: tl.const
 
 
 @triton.jit
-def _dequantize(packed, scales, zeros, out, columns, depth, GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
+def _dequantize(packed, factors, out, columns, depth, GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
                 DEPENDENT: tl.constexpr):
     dependent.begin(DEPENDENT)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -144,8 +168,8 @@ def _dequantize(packed, scales, zeros, out, columns, depth, GROUP: tl.constexpr,
         first = block * BLOCK + plane * PLANE
         group = first // GROUP * columns + n
         known = tl.where(first < depth, n, columns) < columns
-        value = unpack(words, tl.load(zeros + group, mask=known, other=0.0), plane).to(tl.float32)
-        value *= tl.load(scales + group, mask=known, other=0.0).to(tl.float32)[:, None]
+        factor = tl.load(factors + group, mask=known, other=0)
+        value = unpack(words, factor, out.dtype.element_ty, plane).to(tl.float32) * scale_of(factor)[:, None]
         k = first + lane
         tl.store(out + n.to(tl.int64)[:, None] * depth + k[None, :], value.to(out.dtype.element_ty),
                  mask=inside[:, None] & (k < depth)[None, :])
@@ -153,13 +177,13 @@ def _dequantize(packed, scales, zeros, out, columns, depth, GROUP: tl.constexpr,
 
 def rule(rows: int, columns: int, depth: int) -> Config:
     """A configuration for a problem that nobody has tuned: enough programs to read the weight with every core."""
-    if rows > 64:
-        return {"BLOCK_M": 128, "BLOCK_N": 128, "SPLIT_K": 1, "num_warps": 8, "num_stages": 3}
-    split = 1
-    while columns // 64 * split < 132 and depth // 128 // (2 * split) >= 4:
+    few = rows <= 64
+    block_m, block_n = (max(16, triton.next_power_of_2(rows)), 64) if few else (64 if rows <= 256 else 128, 128)
+    tiles, split = triton.cdiv(rows, block_m) * triton.cdiv(columns, block_n), 1
+    while tiles * split < (264 if few else 132) and depth // 128 // (2 * split) >= 4:
         split *= 2
-    return {"BLOCK_M": max(16, triton.next_power_of_2(rows)), "BLOCK_N": 64, "SPLIT_K": split, "num_warps": 4,
-            "num_stages": 4}
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "SPLIT_K": split, "num_warps": 4 if few else 8,
+            "STAGES": 4 if few else 3}
 
 
 @lru_cache(maxsize=4096)
@@ -170,9 +194,9 @@ def config_for(rows: int, columns: int, depth: int) -> Config:
     return tuned.nearest(found, rows)
 
 
-def gemm(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, group: int, bias: Tensor | None = None,
+def gemm(x: Tensor, packed: Tensor, factors: Tensor, group: int, bias: Tensor | None = None,
          config: Config | None = None) -> Tensor:
-    """x [M, K], packed int16 [ceil(K / 128), N, 32], scales and zeros [ceil(K / group), N] in x's dtype -> [M, N].
+    """x [M, K], packed int16 [ceil(K / 128), N, 32], factors int32 [ceil(K / group), N] for x's dtype -> [M, N].
 
     ``group``: 32, 64, or a multiple of 128 (or all of K). bias [N] is added.
     """
@@ -185,18 +209,19 @@ def gemm(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, group: int, b
     split = chosen.pop("SPLIT_K")
     into = out if split == 1 else torch.empty(split, rows, columns, dtype=torch.float32, device=x.device)
     _gemm[(triton.cdiv(rows, chosen["BLOCK_M"]) * triton.cdiv(columns, chosen["BLOCK_N"]), split)](
-        x, packed, scales, zeros, scales if bias is None else bias, into, rows, columns, depth, x.stride(0),
-        GROUP=group, EVEN=depth % 128 == 0, BIAS=bias is not None, **chosen, **dependent.options())
+        x, packed, factors, factors if bias is None else bias, into, rows, columns, depth, x.stride(0),
+        GROUP=group, EVEN=depth % 128 == 0, EVEN_N=columns % chosen["BLOCK_N"] == 0, BIAS=bias is not None, **chosen,
+        **dependent.options())
     if split > 1:
         size = rows * columns
         _sum_parts[(triton.cdiv(size, 512),)](into, out, size, split, WIDTH=512, **dependent.options())
     return out
 
 
-def dequantize(packed: Tensor, scales: Tensor, zeros: Tensor, depth: int, group: int) -> Tensor:
-    """[N, depth] in the dtype of ``scales``."""
+def dequantize(packed: Tensor, factors: Tensor, depth: int, group: int, dtype: torch.dtype) -> Tensor:
+    """[N, depth] in ``dtype``, which ``factors`` were made for."""
     blocks, columns, _ = packed.shape
-    out = torch.empty(columns, depth, dtype=scales.dtype, device=packed.device)
-    _dequantize[(triton.cdiv(columns, 64), blocks)](packed, scales, zeros, out, columns, depth, GROUP=group,
-                                                    BLOCK_N=64, num_warps=4, **dependent.options())
+    out = torch.empty(columns, depth, dtype=dtype, device=packed.device)
+    _dequantize[(triton.cdiv(columns, 64), blocks)](packed, factors, out, columns, depth, GROUP=group, BLOCK_N=64,
+                                                    num_warps=4, **dependent.options())
     return out

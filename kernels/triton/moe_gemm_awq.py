@@ -1,5 +1,5 @@
 """Products of routed experts with int4 weights in the layout of ``kernels/awq.py``, experts first: packed int16
-[E, blocks, N, 32], scales and zeros [E, groups, N]. w13 holds gates, then ups. Numbers are unpacked in registers.
+[E, blocks, N, 32], factors int32 [E, groups, N]. w13 holds gates, then ups. Numbers are unpacked in registers.
 """
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.triton import dependent, tuned
-from glowplug.kernels.triton.awq_gemm import BLOCK, DTYPE, PLANE, load_plane, times
+from glowplug.kernels.triton.awq_gemm import BLOCK, DTYPE, PLANE, load_plane, load_rows, scale_of, times
 from glowplug.kernels.triton.moe_align import Alignment, align
 from glowplug.kernels.triton.moe_gemm import tile_pairs, tile_place
 from glowplug.kernels.triton.moe_sum import moe_sum
@@ -24,17 +24,16 @@ class Weights(NamedTuple):
     """The weights of all experts in one product. ``group``: inputs that share a scale; ``depth``: inputs."""
 
     packed: Tensor
-    scales: Tensor
-    zeros: Tensor
+    factors: Tensor
     group: int
     depth: int
 
 
 @triton.jit(do_not_specialize=["pairs", "experts", "m_blocks", "n_blocks", "order"])
-def _grouped(x, packed, scales, zeros, out, ids, weights, sorted_pairs, expert_of_block, pairs, experts, columns, depth,
+def _grouped(x, packed, factors, out, ids, weights, sorted_pairs, expert_of_block, pairs, experts, columns, depth,
              groups, m_blocks, n_blocks, order, UP: tl.constexpr, SORTED: tl.constexpr, TOPK: tl.constexpr,
-             WIDTH: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
-             BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr):
+             WIDTH: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr,
+             BLOCK_N: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr):
     """``UP``: x are tokens and out[pair] = silu(gate) * up. Otherwise x are pairs, and out[pair] is weighted."""
     dependent.begin(DEPENDENT)
     block_row, column_block = tile_place(m_blocks, n_blocks, order)
@@ -49,22 +48,21 @@ def _grouped(x, packed, scales, zeros, out, ids, weights, sorted_pairs, expert_o
         row = row // TOPK
     n = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < columns
-    held = tl.where(inside, n, 0)
     every = columns * (2 if UP else 1)  # outputs of an expert
     step = columns.to(tl.int64) * (2 if UP else 1) * PLANE
     lane = tl.arange(0, PLANE)
     blocks = tl.cdiv(depth, BLOCK)
     x_at = x + row.to(tl.int64)[:, None] * depth + lane[None, :]
-    w_at = packed + (expert.to(tl.int64) * blocks * every + held)[:, None] * PLANE + lane[None, :]
-    grid = expert.to(tl.int64) * groups * every + held
+    w_at = packed + (expert.to(tl.int64) * blocks * every + n)[:, None] * PLANE + lane[None, :]
+    grid = expert.to(tl.int64) * groups * every
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for block in range(blocks):
+    for block in tl.range(blocks, num_stages=STAGES):  # said here, it holds for factors, too
         at = w_at + block * step
-        words = tl.load(at)
+        words = load_rows(at, inside[:, None], EVEN_N)
         part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         if UP:
-            up_words = tl.load(at + columns * PLANE)
+            up_words = load_rows(at + columns * PLANE, inside[:, None], EVEN_N)
             up_part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for plane in tl.static_range(4):
             first = block * BLOCK + plane * PLANE
@@ -72,19 +70,19 @@ def _grouped(x, packed, scales, zeros, out, ids, weights, sorted_pairs, expert_o
                 group = first // GROUP
                 if GROUP < BLOCK and not EVEN:
                     group = tl.where(first < depth, group, 0)
-                place = grid + group * every
-                zero, scale = tl.load(zeros + place), tl.load(scales + place)
+                place = grid + group * every + n
+                factor = load_rows(factors + place, inside, EVEN_N)
                 if UP:
-                    up_zero, up_scale = tl.load(zeros + place + columns), tl.load(scales + place + columns)
+                    up_factor = load_rows(factors + place + columns, inside, EVEN_N)
             value = load_plane(x_at, first, depth, EVEN)
-            part = times(words, zero, value, part, plane)
+            part = times(words, factor, value, part, plane)
             if UP:
-                up_part = times(up_words, up_zero, value, up_part, plane)
+                up_part = times(up_words, up_factor, value, up_part, plane)
             if plane == 3 or ((plane + 1) * PLANE) % GROUP == 0:
-                total += part * scale.to(tl.float32)[:, None]
+                total += part * scale_of(factor)[:, None]
                 part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
                 if UP:
-                    up += up_part * up_scale.to(tl.float32)[:, None]
+                    up += up_part * scale_of(up_factor)[:, None]
                     up_part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if UP:
         total = total / (1.0 + tl.exp(-total)) * up
@@ -110,11 +108,11 @@ def product(x: Tensor, w: Weights, ids: Tensor, weights: Tensor | None, aligned:
     n_blocks = triton.cdiv(columns, config["block_n"])
     places = (ids, ids) if aligned is None else (aligned.sorted_pairs, aligned.expert_of_block)
     _grouped[(m_blocks * n_blocks,)](
-        x, w.packed, w.scales, w.zeros, out, ids, w.scales if weights is None else weights, *places, ids.numel(),
-        experts, columns, w.depth, w.scales.shape[1], m_blocks, n_blocks, config.get("group", 64), UP=weights is None,
+        x, w.packed, w.factors, out, ids, w.factors if weights is None else weights, *places, ids.numel(),
+        experts, columns, w.depth, w.factors.shape[1], m_blocks, n_blocks, config.get("group", 64), UP=weights is None,
         SORTED=aligned is not None, TOPK=ids.shape[1], WIDTH=triton.next_power_of_2(ids.shape[1]), GROUP=w.group,
-        EVEN=w.depth % 128 == 0, BLOCK_M=config["block_m"], BLOCK_N=config["block_n"], num_warps=config["warps"],
-        num_stages=config["stages"], **dependent.options())
+        EVEN=w.depth % 128 == 0, EVEN_N=columns % config["block_n"] == 0, BLOCK_M=config["block_m"],
+        BLOCK_N=config["block_n"], STAGES=config["stages"], num_warps=config["warps"], **dependent.options())
     return out
 
 
@@ -146,10 +144,16 @@ def config_for(tokens: int, per_token: int, experts: int, inter: int, hidden: in
 def experts(x: Tensor, w13: Weights, w2: Weights, ids: Tensor, weights: Tensor,
             config: Mapping[str, Config] | None = None) -> Tensor:
     """x [T, H] contiguous, ids [T, K] (-1: elsewhere), weights float32 [T, K] -> [T, H]."""
+    return moe_sum(expert_rows(x, w13, w2, ids, weights, config), ids)
+
+
+def expert_rows(x: Tensor, w13: Weights, w2: Weights, ids: Tensor, weights: Tensor,
+                config: Mapping[str, Config] | None = None) -> Tensor:
+    """As ``experts`` before the sum: [T * K, H], a row a pair, weighted. Rows of absent experts are not written."""
     if not len(x):
         return torch.empty_like(x)
     count = w13.packed.shape[0]
     chosen = config or config_for(len(x), ids.shape[1], count, w2.depth, w13.depth)
     aligned = None if chosen["up"]["dense"] else align(ids, count, chosen["up"]["block_m"])
     hidden = product(x, w13, ids, None, aligned, chosen["up"])
-    return moe_sum(product(hidden, w2, ids, weights, aligned, chosen["down"]), ids)
+    return product(hidden, w2, ids, weights, aligned, chosen["down"])

@@ -124,10 +124,16 @@ def config_for(tokens: int, per_token: int, experts: int, inter: int, hidden: in
 def experts(x: Tensor, x_scales: Tensor, w13: Tensor, scales13: Tensor, w2: Tensor, scales2: Tensor, ids: Tensor,
             weights: Tensor, dtype: torch.dtype, config: Mapping[str, Config] | None = None) -> Tensor:
     """x int8 [T, H] with scales [T], ids [T, K] (-1: elsewhere), weights float32 [T, K] -> [T, H]."""
+    return moe_sum(expert_rows(x, x_scales, w13, scales13, w2, scales2, ids, weights, dtype, config), ids)
+
+
+def expert_rows(x: Tensor, x_scales: Tensor, w13: Tensor, scales13: Tensor, w2: Tensor, scales2: Tensor, ids: Tensor,
+                weights: Tensor, dtype: torch.dtype, config: Mapping[str, Config] | None = None) -> Tensor:
+    """As ``experts`` before the sum: [T * K, H], a row a pair, weighted. Rows of absent experts are not written."""
     if not len(x):
         return torch.empty(x.shape, dtype=dtype, device=x.device)
     chosen = config or config_for(len(x), ids.shape[1], w13.shape[0], w2.shape[2], w2.shape[1])
     aligned = None if chosen["up"]["dense"] else align(ids, w13.shape[0], chosen["up"]["block_m"])
     hidden = product(x, x_scales, w13, scales13, ids, None, aligned, dtype, chosen["up"])
     inner, inner_scales = int8_quant.quantize(hidden)
-    return moe_sum(product(inner, inner_scales, w2, scales2, ids, weights, aligned, dtype, chosen["down"]), ids)
+    return product(inner, inner_scales, w2, scales2, ids, weights, aligned, dtype, chosen["down"])

@@ -12,6 +12,7 @@ from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Parts, Quantized, RopeRows, Worker
 from glowplug.kernels.triton import activation, fp8_quant, norm, rope
 from glowplug.kernels.triton.route import route
+from glowplug.plugins.ops import triton_int8
 from glowplug.plugins.ops.torch_ops_runtime import TorchOps
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class TritonOps(TorchOps):
         self.silu_and_mul = activation.silu_and_mul
         self.route = route
         self.fused: Mapping[tuple[str, str], Callable[..., Any]] = {
-            **self.fused,
+            **self.fused, **triton_int8.PRODUCERS,
             ("cast", FP8): _cast_fp8,
             ("rms_norm", FP8): _rms_norm_fp8,
             ("add_rms_norm", FP8): _add_rms_norm_fp8,

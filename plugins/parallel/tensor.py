@@ -51,8 +51,7 @@ def kept_block(context: CheckContext) -> int:
     for scheme in context.chosen["quantization"]:
         offers = scheme.offers
         assert isinstance(offers, QuantizationOffers) and isinstance(scheme.options, QuantizationOptions)
-        if offers.block_shape is not None and not scheme.options.dequantizes(context.values["device"], offers):
-            return max(offers.block_shape)
+        return scheme.options.split_block(context.values["device"], offers, context.facts.model)
     return 1
 
 

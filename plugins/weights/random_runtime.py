@@ -21,6 +21,8 @@ from glowplug.plugins.weights.random import RandomOptions
 FP8_SPREAD = 96.0  #: standard deviation of FP8 codes: the format's 448 lies 4.7 deviations out
 BLOCK = 128
 PIECE = {"cpu": 1 << 17, "cuda": 1 << 26}  #: numbers made at a time: what a cache holds; what little memory holds
+INT8_SPREAD = 36.0  #: standard deviation of int8 codes: 127 lies 3.5 deviations out
+INT4_SPREAD = 85**0.5 / 2  #: of four random bits
 DEVIATION = (2**32 / 3) ** 0.5  #: of a sum of four 16-bit numbers
 
 
@@ -33,6 +35,7 @@ class RandomSource:
         self._dtype = torch.float32
         self._tied = False
         self._layers = 1
+        self._facts: ModelFacts | None = None
         self._block = (BLOCK, BLOCK)
 
     def open(self, facts: ModelFacts) -> None:
@@ -40,6 +43,7 @@ class RandomSource:
         self._dtype = dtype if isinstance(dtype, torch.dtype) else torch.float32
         self._tied = bool(facts.config.get("tie_word_embeddings"))
         self._layers = max(1, facts.num_layers)
+        self._facts = facts
         self._block = facts.quant_block or self._block
 
     def entries(self) -> Mapping[str, TensorFact]:
@@ -64,6 +68,12 @@ class RandomSource:
             # NOTE: codes spread FP8_SPREAD wide, so this gives the weight its fan-in scale; blocks differ on purpose.
             width = self._deviation(name, shape[-1] * self._block[1])
             return noise.mul_(0.1).clamp_(-0.3, 0.3).add_(1.0).mul_(width / FP8_SPREAD)
+        if name.endswith((".weight_scale", ".scales")):
+            return self._narrow_scales(name, noise)
+        if dtype == "int8":
+            return noise.mul_(INT8_SPREAD).round_().clamp_(-127.0, 127.0).to(torch.int8)
+        if dtype == "int32":
+            return self._words(name, shape, device)
         if dtype == "float8_e4m3fn":
             return noise.mul_(FP8_SPREAD).clamp_(-448.0, 448.0).to(torch.float8_e4m3fn)
         if name.endswith("e_score_correction_bias"):
@@ -72,6 +82,24 @@ class RandomSource:
             vector = noise.mul_(0.1).add_(1.0) if name.endswith(".weight") else noise.mul_(0.05)
             return self._cast(vector, dtype)
         return self._cast(noise.mul_(self._deviation(name, shape[-1])), dtype)
+
+    def _narrow_scales(self, name: str, noise: Tensor) -> Tensor:
+        """Scales of int8 rows [N, 1], or of int4 groups [K / g, N], that give weights about their fan-in scale.
+
+        NOTE: how many inputs a weight has is not to be seen here; the hidden size is near enough.
+        """
+        int4 = name.endswith(".scales")
+        hidden = self._facts.hidden_size if self._facts is not None else 1
+        width = self._deviation(name, hidden) / (INT4_SPREAD if int4 else INT8_SPREAD)
+        made = noise.mul_(0.1).clamp_(-0.3, 0.3).add_(1.0).mul_(width)
+        return made.to(torch.float16) if int4 else made
+
+    def _words(self, name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        """Eight random numbers of four bits in a word; zeros ("qzeros") are all 7 or all 8."""
+        words = _bits(self._key(name), 0, math.prod(shape), device).bitwise_and_(0xFFFFFFFF).view(shape)
+        if name.endswith(".qzeros"):
+            words = words.bitwise_and_(1).add_(7).mul_(0x11111111)
+        return torch.where(words > 0x7FFFFFFF, words - (1 << 32), words).to(torch.int32)
 
     def _deviation(self, name: str, inputs: int) -> float:
         """Fan-in scale; embeddings of one unless tied; what writes to the residual stream shrinks with depth."""
@@ -96,8 +124,8 @@ def bell(key: int, count: int, device: torch.device) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.zeros(0, device=device)
 
 
-def _sums(key: int, start: int, count: int, device: torch.device) -> Tensor:
-    """Places ``start`` and on of ``bell``: 64 bits hashed from each (Steele et al., SplitMix64), in four parts added.
+def _bits(key: int, start: int, count: int, device: torch.device) -> Tensor:
+    """int64 [count]: 64 bits hashed from each place from ``start`` on (Steele et al., SplitMix64).
 
     NOTE: int64 wraps and shifts right with its sign everywhere alike; the mask takes the sign's copies away.
     """
@@ -105,7 +133,12 @@ def _sums(key: int, start: int, count: int, device: torch.device) -> Tensor:
     bits.mul_(-0x61C8864680B583EB).add_(key)
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         bits.bitwise_xor_((bits >> shift).bitwise_and_((1 << 64 - shift) - 1)).mul_(factor)
-    bits.bitwise_xor_((bits >> 31).bitwise_and_((1 << 33) - 1))
+    return bits.bitwise_xor_((bits >> 31).bitwise_and_((1 << 33) - 1))
+
+
+def _sums(key: int, start: int, count: int, device: torch.device) -> Tensor:
+    """Places ``start`` and on of ``bell``: bits in four parts, added."""
+    bits = _bits(key, start, count, device)
     total = bits & 0xFFFF
     for shift in (16, 32, 48):
         total.add_((bits >> shift).bitwise_and_(0xFFFF))

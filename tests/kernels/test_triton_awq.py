@@ -39,25 +39,24 @@ class Weight:
         zeros = torch.randint(0, 16, (count, groups, columns), generator=generator).float()
         scales = (torch.rand(count, groups, columns, generator=generator) + 0.5) / (6 * depth**0.5)
         self.packed = torch.stack([awq.pack_blocks(each) for each in stored]).to(DEVICE)
-        self.scales = scales.to(DEVICE, dtype)
-        self.zeros = (awq.OFFSET[dtype] + zeros).to(DEVICE, dtype)
+        self.factors = awq.pack_factors(scales, zeros, dtype).to(DEVICE)
         self.group, self.depth = group, depth
-        self.dense = torch.stack([awq.dequantize(*each, depth, group, torch.float32) for each in
-                                  zip(self.packed, self.scales, self.zeros)])
+        self.dense = torch.stack([awq.dequantize(*each, depth, group, dtype, torch.float32) for each in
+                                  zip(self.packed, self.factors)])
 
     @property
     def experts(self) -> moe_gemm_awq.Weights:
-        return moe_gemm_awq.Weights(self.packed, self.scales, self.zeros, self.group, self.depth)
+        return moe_gemm_awq.Weights(self.packed, self.factors, self.group, self.depth)
 
     def linear(self, x: Tensor, bias: Tensor | None = None, config: Any = None) -> Tensor:
-        return awq_gemm.gemm(x, self.packed[0], self.scales[0], self.zeros[0], self.group, bias, config)
+        return awq_gemm.gemm(x, self.packed[0], self.factors[0], self.group, bias, config)
 
 
 def randn(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
-TILE = {"BLOCK_M": 16, "BLOCK_N": 64, "SPLIT_K": 1, "num_warps": 4, "num_stages": 2}
+TILE = {"BLOCK_M": 16, "BLOCK_N": 64, "SPLIT_K": 1, "num_warps": 4, "STAGES": 2}
 CONFIGS = {"rule": None, "wide": {**TILE, "BLOCK_M": 32, "BLOCK_N": 128}, "parts": {**TILE, "SPLIT_K": 3}}
 SHAPES = [(1, 128, 256, 128), (5, 72, 384, 128), (17, 136, 192, 64), (3, 64, 96, 32), (2, 64, 448, 448),
           (4, 8, 640, 640), (33, 64, 32, 32), (1, 64, 512, 256)]
@@ -81,7 +80,7 @@ def test_product(tokens: int, columns: int, depth: int, group: int, config: str,
 @pytest.mark.parametrize(("columns", "depth", "group"), [(72, 256, 128), (8, 96, 32), (136, 192, 64), (64, 200, 200)])
 def test_dequantised(columns: int, depth: int, group: int, dtype: torch.dtype) -> None:
     weight = Weight(1, columns, depth, group, dtype)
-    found = awq_gemm.dequantize(weight.packed[0], weight.scales[0], weight.zeros[0], depth, group)
+    found = awq_gemm.dequantize(weight.packed[0], weight.factors[0], depth, group, dtype)
     assert torch.equal(found, weight.dense[0].to(dtype))
 
 

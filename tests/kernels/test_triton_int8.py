@@ -37,7 +37,7 @@ def codes(found: tuple[Tensor, Tensor], wanted: Tensor) -> None:
     stored, factors = int8.quantize_tokens(wanted)
     torch.testing.assert_close(scales, factors, rtol=1e-5, atol=0)
     apart = (values.int() - stored.int()).abs()
-    assert int(apart.max()) <= 1 and float((apart > 0).float().mean()) < 2e-3
+    assert int(apart.max()) <= 1 and int((apart > 0).sum()) <= 2 + 2e-3 * apart.numel()
 
 
 @pytest.mark.parametrize(("tokens", "size"), [(1, 1), (3, 72), (5, 576), (2, 2048), (1, 7168)])

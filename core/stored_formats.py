@@ -1,0 +1,47 @@
+"""What a quantised checkpoint stores for one matrix, by its config.json. Plan zone: no torch."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from glowplug.core.facts import ModelFacts
+from glowplug.core.weight_classes import INT4, SCALE
+
+FP8 = "float8_e4m3fn"
+INT8_METHODS = frozenset({"w8a8_int8", "compressed-tensors"})  #: ``quant_method`` of int8 weights with a scale a row
+
+
+class Stored(NamedTuple):
+    """``count`` numbers; ``dtype`` and ``scale`` as of ``Kind``."""
+
+    dtype: str
+    scale: bool
+    count: int
+
+
+def quantization_config(model: ModelFacts) -> Mapping[str, Any]:
+    """config.json's, empty where it has none."""
+    stated = model.config.get("quantization_config")
+    return stated if isinstance(stated, dict) else {}
+
+
+def awq_group(model: ModelFacts) -> int:
+    """Inputs that share a scale in an AWQ checkpoint; -1: all of a row, 0: config.json states no whole number."""
+    stated = quantization_config(model)
+    group = stated.get("group_size", stated.get("q_group_size", 128))
+    return group if isinstance(group, int) and not isinstance(group, bool) else 0
+
+
+def stored_matrix(model: ModelFacts, rows: int, columns: int) -> list[Stored]:
+    """A weight [rows, columns] that is not left alone, and what belongs to it."""
+    whole = rows * columns
+    if model.quant_method == "fp8" and model.quant_block is not None:
+        blocks = -(-rows // model.quant_block[0]) * -(-columns // model.quant_block[1])
+        return [Stored(FP8, False, whole), Stored(SCALE, True, blocks)]
+    if model.quant_method in INT8_METHODS:
+        return [Stored("int8", False, whole), Stored(SCALE, True, rows)]
+    if model.quant_method == "awq":
+        group = awq_group(model)
+        grid = rows * (-(-columns // group) if group > 0 else 1)
+        return [Stored(INT4, False, whole), Stored(INT4, True, grid), Stored("float16", True, grid)]
+    return [Stored(model.dtype, False, whole)]

@@ -1,0 +1,101 @@
+"""AWQ: int4 weights with a scale and a zero for each group of inputs (Lin et al., 2023), activations in 16 bits.
+
+Checkpoints as AutoAWQ writes them (version "gemm"): ``qweight``, ``qzeros`` and ``scales``, see ``kernels/awq.py``.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from pydantic import Field
+
+from glowplug.core.component import CheckContext, Component
+from glowplug.core.errors import Refusal
+from glowplug.core.facts import ModelFacts, TensorFact
+from glowplug.core.hookspecs import hookimpl
+from glowplug.core.offers import QuantizationOffers
+from glowplug.core.options import QuantizationOptions
+from glowplug.core.stored_formats import awq_group, quantization_config
+
+NAME = "awq"
+USE = "quantization.use"
+ROW = -1  #: group size of one scale a row
+LEAST_GROUP, BLOCK = 32, 128
+COMPUTE = 80  #: the first compute capability that subtracts two bfloat16 numbers at once
+SUPPORTED = "a checkpoint that AutoAWQ wrote with 4 bits, zero_point true and version gemm"
+AGAIN = "download the checkpoint again"
+SHOWN = 3  #: names listed in a reason
+
+
+class AwqOptions(QuantizationOptions):
+    use: Literal["awq"] = "awq"
+    gemm: Literal["auto", "triton", "cublas"] = Field(
+        "auto", description="who multiplies linear layers on a CUDA device: our own kernel, which unpacks weights as "
+                            "it goes, or cuBLAS behind one that dequantises them; auto: by rows, as measured",
+        json_schema_extra={"provider": "linear"})
+
+    def split_block(self, device: str, offers: QuantizationOffers, model: ModelFacts) -> int:
+        """Whole groups; a word holds eight outputs."""
+        return max(8, awq_group(model))
+
+
+def check_awq(context: CheckContext) -> Iterator[Refusal]:
+    """What config.json states, and what the tensors say."""
+    model = context.facts.model
+    old = {card.compute for card in context.facts.hardware.devices if card.compute < COMPUTE}
+    if old and context.values["device"] == "cuda":
+        yield Refusal(NAME, USE, f"{context.facts.hardware.name} is SM{min(old)}, {NAME} needs SM{COMPUTE} or later",
+                      f"a card of SM{COMPUTE} or later, or a checkpoint that is not quantised")
+    if model.quant_method != NAME:
+        return
+    found = list(_stated(quantization_config(model), awq_group(model)))
+    if not found:
+        found = list(_stored(model.tensors, awq_group(model)))
+    yield from (Refusal(NAME, USE, reason, fix) for reason, fix in found)
+
+
+def _stated(stated: Mapping[str, Any], group: int) -> Iterator[tuple[str, str]]:
+    """Reason and fix of everything in a ``quantization_config`` that is not read here."""
+    bits = stated.get("bits", stated.get("w_bit", 4))
+    if bits != 4:
+        yield f"the checkpoint has weights of {bits} bits; {NAME} reads 4", SUPPORTED
+    if stated.get("zero_point", True) is not True:
+        yield f"the checkpoint has no zeros (zero_point false); {NAME} reads weights with a zero a group", SUPPORTED
+    version = str(stated.get("version", "gemm")).lower()
+    if version != "gemm":
+        yield f"the checkpoint is packed for version {version!r}; {NAME} reads the order of 'gemm'", SUPPORTED
+    if group != ROW and (group < LEAST_GROUP or group % LEAST_GROUP or BLOCK % group and group % BLOCK):
+        shown = stated.get("group_size", stated.get("q_group_size"))
+        yield (f"the checkpoint has groups of {shown}; {NAME} reads 32, 64, multiples of 128, and -1",
+               "a checkpoint with group_size 128")
+
+
+def _stored(tensors: Mapping[str, TensorFact], group: int) -> Iterator[tuple[str, str]]:
+    """The same of the tensors themselves, where their headers were read."""
+    modules = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
+    if tensors and not modules:
+        yield f"config.json says {NAME}, but no tensor is called qweight", AGAIN
+    for leaf in ("qzeros", "scales"):
+        missing = [name for name in modules if f"{name}.{leaf}" not in tensors]
+        if missing:
+            yield f"{len(missing)} int4 weights have no {leaf}: {_some(missing)}", AGAIN
+    cut = [name for name in modules if group > 0 and _inputs(tensors, name) % group]
+    if cut:
+        yield (f"{cut[0]} has {_inputs(tensors, cut[0])} inputs, which groups of {group} do not divide"
+               + (f", and {len(cut) - 1} more likewise" if len(cut) > 1 else ""), "a checkpoint with smaller groups")
+
+
+def _inputs(tensors: Mapping[str, TensorFact], module: str) -> int:
+    return tensors[f"{module}.qweight"].shape[0]
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+@hookimpl
+def register_quantization_schemes() -> list[Component]:
+    return [Component(
+        name=NAME, options=AwqOptions, check=check_awq, factory="glowplug.plugins.quantization.awq_runtime:awq",
+        offers=QuantizationOffers(reads=frozenset({NAME}), dequantizes=frozenset({"cpu"})),
+        summary="int4 weights with a scale and a zero a group, as AutoAWQ writes them")]

@@ -1,0 +1,146 @@
+"""The runtime of ``quantization.awq`` on CUDA: weights stay int4, in the layout that our kernels read."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import (
+    ExpertsMethod,
+    ExpertsShape,
+    LinearMethod,
+    LinearShape,
+    Parts,
+    Quantized,
+    WeightTarget,
+    Worker,
+)
+from glowplug.kernels import awq as layout
+from glowplug.kernels.triton import awq_gemm, moe_gemm_awq
+from glowplug.kernels.triton.moe_sum import moe_sum
+from glowplug.plugins.quantization.awq_runtime import Awq, Put, Source
+from glowplug.plugins.quantization.dense import DenseLinear, expert_slices, row_spans, weight_index
+from glowplug.plugins.quantization.dense_cuda import shared_slices
+
+if TYPE_CHECKING:
+    from glowplug.plugins.quantization.awq import AwqOptions
+
+WHOLE = slice(None)
+
+
+class AwqCuda(Awq):
+    """``QuantizationScheme``: a shared expert rides with the routed ones where its slices are whole groups."""
+
+    LEAST = 512  #: rows from which dequantising first was measured faster
+
+    def __init__(self, options: AwqOptions, plan: EnginePlan, worker: Worker) -> None:
+        super().__init__(options, plan, worker)
+        width = plan.facts.model.config.get("moe_intermediate_size") or 0
+        self.fuses_shared = self._source.group < 0 or width % self._source.group == 0
+        self._least = {"auto": self.LEAST, "triton": 1 << 60, "cublas": 1}[options.gemm]
+
+    def linear(self, shape: LinearShape) -> LinearMethod:
+        return AwqLinearCuda(shape, self._dtype, self._device, self._source, self._least)
+
+    def experts(self, shape: ExpertsShape) -> ExpertsMethod:
+        return AwqExpertsCuda(shape, self._dtype, self._device, self._source)
+
+
+class Packed:
+    """Weights of ``count`` matrices [columns, depth] in our layout: packed int16 [E, blocks, N, 32], factors int32
+    [E, groups, N] for products in ``dtype``."""
+
+    def __init__(self, count: int, columns: int, depth: int, source: Source, dtype: torch.dtype, device: str) -> None:
+        group = source.group_of(depth)
+        self._dtype = dtype
+        self.packed = torch.empty(count, -(-depth // layout.BLOCK), columns, layout.PLANE, dtype=torch.int16,
+                                  device=device)
+        self.factors = torch.empty(count, depth // group, columns, dtype=torch.int32, device=device)
+        self.weights = moe_gemm_awq.Weights(self.packed, self.factors, group, depth)
+
+    def into(self, number: int, columns: slice) -> Put:
+        """Repacks a published matrix into ``columns`` of matrix ``number``."""
+        def put(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> None:
+            self.store(number, columns, layout.unpack(qweight.to(self.packed.device)),
+                       layout.unpack(qzeros.to(self.packed.device)), scales)
+
+        return put
+
+    def store(self, number: int, columns: slice, numbers: Tensor, zeros: Tensor, scales: Tensor) -> None:
+        """numbers uint8 [depth, n], zeros and scales [groups, n] for ``columns`` of matrix ``number``."""
+        self.packed[number, :, columns].copy_(layout.pack_blocks(numbers.t()))
+        factors = layout.pack_factors(scales.to(zeros.device), zeros, self._dtype)
+        self.factors[number, :, columns].copy_(factors)
+
+
+class AwqLinearCuda(DenseLinear):
+    """``LinearMethod``. ``least``: rows from which the weight is dequantised first."""
+
+    def __init__(self, shape: LinearShape, dtype: torch.dtype, device: str, source: Source, least: int) -> None:
+        self.shape, self._dtype, self._source, self._least = shape, dtype, source, least
+        columns = sum(shape.outputs)
+        self._held = Packed(1, columns, shape.inputs, source, dtype, device)
+        self._group = self._held.weights.group
+        self.weight, self.factors = self._held.packed[0], self._held.factors[0]
+        self.bias = torch.empty(columns, dtype=dtype, device=device) if shape.bias else None
+
+    def targets(self) -> Iterator[WeightTarget]:
+        for part, (name, span) in enumerate(zip(self.shape.parts, row_spans(self.shape), strict=True)):
+            yield from self._source.targets(name, self.shape.full[part], weight_index(self.shape, part),
+                                            self._held.into(0, span))
+        yield from self.bias_targets()
+
+    def apply(self, x: Tensor | Quantized) -> Tensor:
+        values = x.values if isinstance(x, Quantized) else x
+        if len(values) < self._least:
+            values = values if values.stride(-1) == 1 else values.contiguous()
+            return awq_gemm.gemm(values, self.weight, self.factors, self._group, self.bias)
+        weight = self.dense().t()
+        return torch.mm(values, weight) if self.bias is None else torch.addmm(self.bias, values, weight)
+
+    def dense(self) -> Tensor:
+        return awq_gemm.dequantize(self.weight, self.factors, self.shape.inputs, self._group, self._dtype)
+
+
+class AwqExpertsCuda:
+    """``ExpertsMethod``: w13 [E + S, 2I, H] and w2 [E + S, H, I]; the S last are slices of the shared expert."""
+
+    input_format = "plain"
+
+    def __init__(self, shape: ExpertsShape, dtype: torch.dtype, device: str, source: Source) -> None:
+        assert not shape.shared or shape.inter == shape.inter_full, "a shared expert rides along on one rank alone"
+        self.shape, self._source = shape, source
+        count = shape.count + shape.shared
+        self.w13 = Packed(count, 2 * shape.inter, shape.hidden, source, dtype, device)
+        self.w2 = Packed(count, shape.hidden, shape.inter, source, dtype, device)
+
+    def targets(self) -> Iterator[WeightTarget]:
+        for name, full, index, expert, span in expert_slices(self.shape):
+            put = self.w2.into(expert, WHOLE) if span is None else self.w13.into(expert, span)
+            yield from self._source.targets(name, full, index, put)
+        for name, full, rows in shared_slices(self.shape):
+            yield from self._source.targets(name, full, (WHOLE, WHOLE), partial(self._take_shared, rows))
+
+    def _take_shared(self, rows: slice | None, qweight: Tensor, qzeros: Tensor, scales: Tensor) -> None:
+        """``rows`` of w13 from gates or ups (S * I outputs); None: w2 from S * I inputs."""
+        shape, device = self.shape, self.w13.packed.device
+        parts = [layout.unpack(qweight.to(device)), layout.unpack(qzeros.to(device)), scales]
+        held, columns, dim = (self.w2, WHOLE, 0) if rows is None else (self.w13, rows, 1)
+        for number in range(shape.shared):
+            held.store(shape.count + number, columns, *(self._slice(part, number, dim) for part in parts))
+
+    def _slice(self, part: Tensor, number: int, dim: int) -> Tensor:
+        """Slice ``number`` of the shared expert's; one group for all inputs is everybody's."""
+        return part if part.shape[dim] == 1 and dim == 0 else part.chunk(self.shape.shared, dim)[number]
+
+    def finalize(self) -> None:
+        return
+
+    def apply(self, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor | Parts:
+        values = x.values if isinstance(x, Quantized) else x
+        rows = moe_gemm_awq.expert_rows(values.contiguous(), self.w13.weights, self.w2.weights, ids, weights)
+        return Parts(rows, ids) if self.shape.parts else moe_sum(rows, ids)

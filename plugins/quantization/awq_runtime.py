@@ -1,0 +1,156 @@
+"""The runtime of ``quantization.awq`` in plain torch: weights are dequantised once, as they arrive."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from glowplug.core.layers.module import Target
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import (
+    ExpertsMethod,
+    ExpertsShape,
+    LinearMethod,
+    LinearShape,
+    QuantizationScheme,
+    WeightTarget,
+    Worker,
+)
+from glowplug.core.stored_formats import awq_group, quantization_config
+from glowplug.kernels import awq as layout
+from glowplug.plugins.quantization.dense import DenseExperts, DenseLinear, expert_slices, row_spans, weight_index
+from glowplug.plugins.quantization.left_alone import left_alone, listed
+
+if TYPE_CHECKING:
+    from glowplug.plugins.quantization.awq import AwqOptions
+
+WORD = "int32"
+#: what takes (qweight, qzeros, scales) of a slice, in the published layout
+Put = Callable[[Tensor, Tensor, Tensor], None]
+
+
+def awq(options: AwqOptions, plan: EnginePlan, worker: Worker) -> QuantizationScheme:
+    """The scheme for ``worker``'s device: int4 weights on CUDA, dequantised ones elsewhere."""
+    if torch.device(worker.device).type == "cuda":
+        from glowplug.plugins.quantization.awq_cuda import AwqCuda  # it imports this module
+
+        return AwqCuda(options, plan, worker)
+    return Awq(options, plan, worker)
+
+
+class Source:
+    """What a checkpoint stores. ``group``: inputs that share a scale, -1 for all of a row."""
+
+    def __init__(self, plan: EnginePlan) -> None:
+        facts = plan.facts.model
+        self._tensors, self._listed = facts.tensors, listed(quantization_config(facts))
+        self.group = awq_group(facts)
+
+    def covers(self, module: str) -> bool:
+        if self._tensors:
+            return f"{module}.qweight" in self._tensors
+        return not left_alone(module, self._listed, parts=True)
+
+    def group_of(self, depth: int) -> int:
+        """Of a slice of ``depth`` inputs."""
+        return depth if self.group < 0 else self.group
+
+    def targets(self, module: str, full: tuple[int, int], index: tuple[slice, slice], put: Put,
+                ) -> Iterator[WeightTarget]:
+        """Of the slice ``index`` (outputs, inputs) of a matrix ``full``; ``put`` gets its three tensors together."""
+        (rows, columns), (outputs, inputs) = full, index
+        if rows % layout.PACK:
+            raise ValueError(f"{module}: {rows} outputs are no whole words of {layout.PACK}")
+        grid = -(-columns // self.group) if self.group > 0 else 1
+        words = _divided(module, outputs, layout.PACK)
+        groups = _divided(module, inputs, self.group) if self.group > 0 else slice(None)
+        parts = _Parts(put)
+        for leaf, shape, cut, dtype in (("qweight", (columns, rows // layout.PACK), (inputs, words), WORD),
+                                        ("qzeros", (grid, rows // layout.PACK), (groups, words), WORD),
+                                        ("scales", (grid, rows), (groups, outputs), None)):
+            yield Target(f"{module}.{leaf}", shape, index=cut, dtype=dtype, put=parts.taker(leaf))
+
+
+def _divided(module: str, cut: slice, unit: int) -> slice:
+    """``cut`` counted in whole units."""
+    if cut == slice(None):
+        return cut
+    if cut.start % unit or cut.stop % unit:
+        raise ValueError(f"{module}: a slice from channel {cut.start} to {cut.stop} cuts groups of {unit}")
+    return slice(cut.start // unit, cut.stop // unit)
+
+
+@dataclass(eq=False)
+class _Parts:
+    """One matrix on its way: its three tensors, in any order."""
+
+    put: Put
+    held: dict[str, Tensor] = field(default_factory=dict)
+
+    def taker(self, leaf: str) -> Callable[[Tensor], None]:
+        def take(value: Tensor) -> None:
+            self.held[leaf] = value if value.is_cpu else value.clone()  # on a device it is part of a larger block
+            if len(self.held) == 3:
+                self.put(self.held["qweight"], self.held["qzeros"], self.held["scales"])
+                self.held.clear()
+
+        return take
+
+
+class Awq:
+    """``QuantizationScheme``. Ranks split at whole groups."""
+
+    fuses_shared = False
+
+    def __init__(self, options: AwqOptions, plan: EnginePlan, worker: Worker) -> None:
+        self._dtype: torch.dtype = worker.dtype or getattr(torch, plan.dtype)
+        self._device, self._source = worker.device, Source(plan)
+        self.block = max(layout.PACK, self._source.group)
+
+    def linear(self, shape: LinearShape) -> LinearMethod:
+        return AwqLinear(shape, self._dtype, self._device, self._source)
+
+    def experts(self, shape: ExpertsShape) -> ExpertsMethod:
+        return AwqExperts(shape, self._dtype, self._device, self._source)
+
+    def covers(self, module: str) -> bool:
+        return self._source.covers(module)
+
+
+def _into(destination: Tensor, source: Source) -> Put:
+    """Dequantises into ``destination`` [outputs, inputs]."""
+    def put(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> None:
+        group = source.group_of(qweight.shape[0])
+        destination.copy_(layout.dequantize_published(qweight, qzeros, scales, group))
+
+    return put
+
+
+class AwqLinear(DenseLinear):
+    """``LinearMethod`` over dequantised weights."""
+
+    def __init__(self, shape: LinearShape, dtype: torch.dtype, device: str, source: Source) -> None:
+        super().__init__(shape, dtype, device)
+        self._source = source
+
+    def targets(self) -> Iterator[WeightTarget]:
+        for part, (name, span) in enumerate(zip(self.shape.parts, row_spans(self.shape), strict=True)):
+            yield from self._source.targets(name, self.shape.full[part], weight_index(self.shape, part),
+                                            _into(self.weight.t()[span], self._source))
+        yield from self.bias_targets()
+
+
+class AwqExperts(DenseExperts):
+    """``ExpertsMethod`` over dequantised weights."""
+
+    def __init__(self, shape: ExpertsShape, dtype: torch.dtype, device: str, source: Source) -> None:
+        super().__init__(shape, dtype, device)
+        self._source = source
+
+    def targets(self) -> Iterator[WeightTarget]:
+        for name, full, index, expert, span in expert_slices(self.shape):
+            held = self.w2[expert] if span is None else self.w13[expert, :, span]
+            yield from self._source.targets(name, full, index, _into(held.t(), self._source))

@@ -1,0 +1,170 @@
+"""The runtime of ``quantization.w8a8_int8`` on CUDA: weights stay int8, and products run in int8.
+
+Activations come quantised from whoever produced them, or are quantised here.
+"""
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from glowplug.core.errors import GlowplugError
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import (
+    ExpertsMethod,
+    ExpertsShape,
+    LinearMethod,
+    LinearShape,
+    Parts,
+    Quantized,
+    WeightTarget,
+    Worker,
+)
+from glowplug.kernels import int8
+from glowplug.kernels.triton import int8_gemm, int8_quant, moe_gemm_int8
+from glowplug.kernels.triton.moe_sum import moe_sum
+from glowplug.plugins.quantization.dense import DenseLinear, expert_slices, row_spans, weight_index
+from glowplug.plugins.quantization.dense_cuda import shared_slices
+from glowplug.plugins.quantization.w8a8_int8_runtime import Put, Source, W8A8Int8
+
+if TYPE_CHECKING:
+    from glowplug.plugins.quantization.w8a8_int8 import W8A8Int8Options
+
+FORMAT = "int8_token"
+WHOLE = slice(None)
+
+
+class W8A8Int8Cuda(W8A8Int8):
+    """``QuantizationScheme``: a shared expert may ride with the routed ones."""
+
+    fuses_shared = True
+
+    def __init__(self, options: W8A8Int8Options, plan: EnginePlan, worker: Worker) -> None:
+        super().__init__(options, plan, worker)
+        self._multiply = Multiply(options.gemm)
+
+    def linear(self, shape: LinearShape) -> LinearMethod:
+        return Int8LinearCuda(shape, self._dtype, self._device, self._source, self._multiply)
+
+    def experts(self, shape: ExpertsShape) -> ExpertsMethod:
+        return Int8ExpertsCuda(shape, self._dtype, self._device, self._source)
+
+
+class Multiply:
+    """x W^T in int8, by ``wanted``: "triton" (our own kernel), "cutlass" (as sgl_kernel builds it), or "auto"."""
+
+    LEAST = 64  #: rows from which CUTLASS was measured faster than our own
+
+    def __init__(self, wanted: str = "auto") -> None:
+        self._wanted = wanted
+        self._cutlass: Any = None
+        if wanted == "triton":
+            return
+        try:
+            self._cutlass = importlib.import_module("sgl_kernel").int8_scaled_mm
+        except Exception as error:  # NOTE: on a machine without its card a library raises anything, not ImportError.
+            if wanted == "cutlass":
+                raise GlowplugError(f'quantization.gemm = "cutlass" cannot be used: {error}; leave quantization.gemm '
+                                    "out, or install sglang-kernel") from error
+
+    def __call__(self, x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, dtype: torch.dtype,
+                 bias: Tensor | None) -> Tensor:
+        """x int8 [T, K] and scales [T], weight int8 [N, K] and scales [N] -> [T, N]."""
+        if self._fits(x.shape[0], x.shape[1], len(weight), dtype):
+            out: Tensor = self._cutlass(x, weight.t(), x_scales, scales, dtype, bias)
+            return out
+        return int8_gemm.gemm(x, x_scales, weight, scales, dtype, bias)
+
+    def _fits(self, rows: int, depth: int, columns: int, dtype: torch.dtype) -> bool:
+        if self._cutlass is None or not rows or depth % 16 or columns % 8 or dtype is torch.float32:
+            return False
+        return self._wanted == "cutlass" or rows >= self.LEAST
+
+
+def quantized(x: Tensor | Quantized) -> tuple[Tensor, Tensor]:
+    """Values and scales of activations, whether or not their producer has quantised them."""
+    if not isinstance(x, Quantized):
+        return int8_quant.quantize(x)
+    assert x.scales is not None, f"activations in {FORMAT} have scales"
+    return x.values, x.scales
+
+
+class Int8LinearCuda(DenseLinear):
+    """``LinearMethod``. weight int8 [N, K] and scales float32 [N], fused parts behind one another."""
+
+    input_format = FORMAT
+
+    def __init__(self, shape: LinearShape, dtype: torch.dtype, device: str, source: Source, multiply: Multiply) -> None:
+        self.shape, self._dtype, self._source, self._multiply = shape, dtype, source, multiply
+        columns = sum(shape.outputs)
+        self.weight = torch.empty(columns, shape.inputs, dtype=torch.int8, device=device)
+        self.scales = torch.empty(columns, device=device)
+        self.bias = torch.empty(columns, dtype=dtype, device=device) if shape.bias else None
+
+    def targets(self) -> Iterator[WeightTarget]:
+        for part, (name, span) in enumerate(zip(self.shape.parts, row_spans(self.shape), strict=True)):
+            yield from self._source.targets(name, self.shape.full[part], weight_index(self.shape, part),
+                                            into(self.weight[span], self.scales[span]))
+        yield from self.bias_targets()
+
+    def apply(self, x: Tensor | Quantized) -> Tensor:
+        values, scales = quantized(x)
+        return self._multiply(values, scales, self.weight, self.scales, self._dtype, self.bias)
+
+    def dense(self) -> Tensor:
+        return int8.dequantize(self.weight, self.scales, self._dtype)
+
+
+def into(weight: Tensor, scales: Tensor) -> Put:
+    """Copies to int8 ``weight`` [R, C] and ``scales`` [R]."""
+    def put(stored: Tensor, factors: Tensor) -> None:
+        weight.copy_(stored)
+        scales.copy_(factors)
+
+    return put
+
+
+class Int8ExpertsCuda:
+    """``ExpertsMethod``: w13 int8 [E + S, 2I, H] with scales [E + S, 2I], w2 int8 [E + S, H, I] with [E + S, H]; the S
+    last are slices of the shared expert."""
+
+    input_format = FORMAT
+
+    def __init__(self, shape: ExpertsShape, dtype: torch.dtype, device: str, source: Source) -> None:
+        assert not shape.shared or shape.inter == shape.inter_full, "a shared expert rides along on one rank alone"
+        self.shape, self._dtype, self._source = shape, dtype, source
+        count = shape.count + shape.shared
+        self.w13 = torch.empty(count, 2 * shape.inter, shape.hidden, dtype=torch.int8, device=device)
+        self.w2 = torch.empty(count, shape.hidden, shape.inter, dtype=torch.int8, device=device)
+        self.scales13 = torch.empty(count, 2 * shape.inter, device=device)
+        self.scales2 = torch.empty(count, shape.hidden, device=device)
+
+    def targets(self) -> Iterator[WeightTarget]:
+        for name, full, index, expert, span in expert_slices(self.shape):
+            held = (self.w2[expert], self.scales2[expert]) if span is None else (
+                self.w13[expert, span], self.scales13[expert, span])
+            yield from self._source.targets(name, full, index, into(*held))
+        for name, full, rows in shared_slices(self.shape):
+            yield from self._source.targets(name, full, (WHOLE, WHOLE), partial(self._take_shared, rows))
+
+    def _take_shared(self, rows: slice | None, stored: Tensor, scales: Tensor) -> None:
+        """``rows`` of w13 from gates or ups [S * I, H]; None: w2 from [H, S * I], whose slices share a row's scale."""
+        shape = self.shape
+        if rows is None:
+            self.w2[shape.count :].copy_(stored.view(shape.hidden, shape.shared, shape.inter).transpose(0, 1))
+            self.scales2[shape.count :].copy_(scales)
+        else:
+            self.w13[shape.count :, rows].copy_(stored.view(shape.shared, shape.inter, shape.hidden))
+            self.scales13[shape.count :, rows].copy_(scales.view(shape.shared, shape.inter))
+
+    def finalize(self) -> None:
+        return
+
+    def apply(self, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor | Parts:
+        rows = moe_gemm_int8.expert_rows(*quantized(x), self.w13, self.scales13, self.w2, self.scales2, ids, weights,
+                                         self._dtype)
+        return Parts(rows, ids) if self.shape.parts else moe_sum(rows, ids)
