@@ -2,7 +2,8 @@
 
 Reads what each tool writes: ``bench one-batch --save``, SGLang's ``bench_one_batch --result-filename`` (JSON lines, one
 shape each), lines of ``batch N: prefill A ms (B tokens/s), decode step C ms (D tokens/s)`` from a log, and the JSON
-lines of ``bench serving`` (any of the three tools'). Of several runs of one engine at one point the fastest counts.
+lines of ``bench serving`` (any of the three tools'). With ``--offline`` it also says what share of the offline engine's
+throughput the server reaches at each concurrency. Of several runs of one engine at one point the fastest counts.
 """
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ import orjson
 from glowplug.entrypoints.bench import report
 
 OURS = "glowplug"
+BESIDE = ("offline", "times_best_peer", "floor", "share_of_floor", "share_of_offline")  #: columns behind the engines'
 LOG_LINE = re.compile(r"batch (\d+): prefill ([\d.]+) ms \(([\d.]+) tokens/s\), decode step ([\d.]+) ms")
 
 Record = Mapping[str, Any]
@@ -43,6 +45,7 @@ SERVED = (Metric("output_throughput", "serving, output tokens/s", False),
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("ours", type=Path, help="file of `bench one-batch --save`, or of `bench serving --output-file`")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=FILE", help="a peer's result file or log")
+    parser.add_argument("--offline", type=Path, default=None, metavar="FILE", help="of `bench offline --output-file`")
     parser.add_argument("--output-file", type=Path, default=None, help="write conditions, points and ratios as JSON")
     parser.add_argument("--markdown", type=Path, default=None, help="write the tables")
 
@@ -57,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
                 raise ValueError(f"--peer {given}: expected NAME=FILE")
             engines[name] = merged(engines.get(name, {}), points(Path(file)))
         found = comparison(engines)
+        if args.offline:
+            found |= beside_offline(engines[OURS], args.offline)
     except (OSError, ValueError, KeyError) as error:
         print(f"glowplug bench peers: {error}", file=sys.stderr)
         return 2
@@ -117,13 +122,22 @@ def merged(one: Points, other: Points) -> Points:
     return found
 
 
+CONDITIONS = ("date", "model_id", "backend", "dataset_name", "random_input_len", "random_output_len",
+              "random_range_ratio", "request_rate", "seed")  #: of a serving run, that its lines repeat
+
+
 def header(path: Path) -> dict[str, Any]:
-    """Conditions of a ``--save`` document; {} for JSON lines."""
+    """Conditions of a ``--save`` document, or of the first line of a serving run with its requests by concurrency."""
     try:
         whole = orjson.loads(path.read_bytes())
     except orjson.JSONDecodeError:
-        return {}
-    return {key: value for key, value in whole.items() if key != "results"}
+        whole = {}
+    if "results" in whole:
+        return {key: value for key, value in whole.items() if key != "results"}
+    lines = _records(path)
+    found = {key: lines[0][key] for key in CONDITIONS if key in lines[0]}
+    requests = {str(line["max_concurrency"]): line["completed"] for line in lines if "completed" in line}
+    return found | ({"requests": requests} if requests else {})
 
 
 # ---- comparing ------------------------------------------------------------------------------------------------------
@@ -137,6 +151,14 @@ def comparison(engines: Mapping[str, Points]) -> dict[str, list[dict[str, Any]]]
     ours = engines[OURS]
     metrics = SERVED if SERVED[0].key in next(iter(ours.values())) else STATIC
     return {metric.title: [_row(metric, at, engines) for at in sorted(ours)] for metric in metrics}
+
+
+def beside_offline(ours: Points, path: Path) -> dict[str, list[dict[str, Any]]]:
+    """One more table: the server's throughput over that of the offline engine on the same kind of load."""
+    offline = max(float(record["output_throughput"]) for record in _records(path))
+    rows = [{"point": at, OURS: values["output_throughput"], "offline": offline,
+             "share_of_offline": values["output_throughput"] / offline} for at, values in sorted(ours.items())]
+    return {"serving beside the offline engine, output tokens/s": rows}
 
 
 def _row(metric: Metric, at: int, engines: Mapping[str, Points]) -> dict[str, Any]:
@@ -155,8 +177,7 @@ def _row(metric: Metric, at: int, engines: Mapping[str, Points]) -> dict[str, An
 def markdown(found: Mapping[str, Sequence[Record]], engines: Sequence[str]) -> str:
     parts = []
     for title, rows in found.items():
-        columns = [column for column in ("point", *engines, "times_best_peer", "floor", "share_of_floor")
-                   if any(column in row for row in rows)]
+        columns = [column for column in ("point", *engines, *BESIDE) if any(column in row for row in rows)]
         cells = [[row.get(column, "-") for column in columns] for row in rows]
         parts.append(f"{title}\n\n{report.table(columns, cells)}")
     return "\n\n".join(parts)

@@ -13,17 +13,17 @@ from glowplug.entrypoints.bench import soak
 from tests.tiny import write_config
 
 
-def options(tmp_path: Path, *words: str) -> argparse.Namespace:
+def options(tmp_path: Path, *words: str, tokens: int = 1024) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     bench.configure(parser)
     return parser.parse_args([
         "soak", "--model", str(write_config(tmp_path, "v3")), "--load-format", "dummy", "--device", "cpu",
-        "--max-running-requests", "16", "--max-total-tokens", "1024", "--context-length", "256", "--exact",
+        "--max-running-requests", "16", "--max-total-tokens", str(tokens), "--context-length", "256", "--exact",
         "--output-file", str(tmp_path / "soak.json"), *words])
 
 
-def outcome(tmp_path: Path, *words: str) -> tuple[int, dict]:
-    status = bench.run(options(tmp_path, *words))
+def outcome(tmp_path: Path, *words: str, tokens: int = 1024) -> tuple[int, dict]:
+    status = bench.run(options(tmp_path, *words, tokens=tokens))
     return status, json.loads((tmp_path / "soak.json").read_text())
 
 
@@ -42,7 +42,7 @@ def test_a_short_soak_holds(tmp_path: Path) -> None:
 @pytest.mark.parametrize("more", [(), ("--disable-radix-cache",)])
 def test_half_a_minute_leaves_nothing_behind(tmp_path: Path, more: tuple[str, ...]) -> None:
     status, found = outcome(tmp_path, "--minutes", "0.5", "--pauses", "10", "--host-growth-mib", "16",
-                            "--max-total-tokens", "512", *more)
+                            *more, tokens=512)
     assert (status, found["failures"], found["answers_changed"]) == (0, [], 0)
     assert found["preemptions"] > 0
 

@@ -192,7 +192,7 @@ def test_our_points_beside_two_peers(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_serving_records_compare_too(tmp_path: Path) -> None:
     def line(level: int, rate: float, ttft: float, tpot: float) -> str:
         return json.dumps({"max_concurrency": level, "output_throughput": rate, "mean_ttft_ms": ttft,
-                           "mean_tpot_ms": tpot})
+                           "mean_tpot_ms": tpot, "date": "today", "seed": 0, "completed": 3 * level})
     ours, peer, out = tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "out.json"
     ours.write_text(line(1, 300.0, 30.0, 3.0) + "\n" + line(32, 3000.0, 400.0, 9.0))
     peer.write_text(line(1, 271.0, 39.2, 3.54) + "\n" + line(32, 2577.0, 441.0, 10.71))
@@ -201,6 +201,18 @@ def test_serving_records_compare_too(tmp_path: Path) -> None:
     assert tables["serving, output tokens/s"][0]["times_best_peer"] == pytest.approx(300 / 271)
     assert tables["serving, mean TTFT in ms"][1]["times_best_peer"] == pytest.approx(441 / 400)
     assert tables["serving, mean TPOT in ms"][1]["times_best_peer"] == pytest.approx(10.71 / 9)
+    assert json.loads(out.read_text())["conditions"] == {"date": "today", "seed": 0, "requests": {"1": 3, "32": 96}}
+
+
+def test_serving_beside_the_offline_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours, offline, out = tmp_path / "a.jsonl", tmp_path / "off.jsonl", tmp_path / "out.json"
+    ours.write_text(json.dumps({"max_concurrency": 256, "output_throughput": 11700.0, "mean_ttft_ms": 500.0,
+                                "mean_tpot_ms": 20.0}))
+    offline.write_text(json.dumps({"output_throughput": 12000.0, "duration": 11.0}))
+    assert run("peers", str(ours), "--offline", str(offline), "--output-file", str(out)) == 0
+    table = json.loads(out.read_text())["tables"]["serving beside the offline engine, output tokens/s"]
+    assert table == [{"point": 256, "glowplug": 11700.0, "offline": 12000.0, "share_of_offline": 0.975}]
+    assert "0.975" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("peer", "said"), [("nothing", "NAME=FILE"), ("x=/nonexistent", "No such file")])
