@@ -80,16 +80,21 @@ class TritonSampler(TorchSampler):
         bias, stops = self._listed(params, stop_ids)
         self._write_list(row, [*bias, *stops], [*bias.values(), *stops.values()])
         flags = sampling_edits.LISTED if bias or stops else 0
-        entries = np.zeros(self._vocab, np.int32)
         if features & Feature.PENALTIES:
             flags |= sampling_edits.PENALTIES
-            entries = penalty_counts(tokens, prompt_len, self._vocab)
         if features & Feature.ALLOWED:
             flags |= sampling_edits.ALLOWED
-            entries[~allowed_tokens(params, self._vocab)] |= sampling_edits.FORBIDDEN
         if features & (Feature.PENALTIES | Feature.ALLOWED):
-            self._table[row] = send(entries, self._device)
+            self._table[row] = send(self._entries(features, params, tokens, prompt_len), self._device)
         return flags, len(bias), len(bias) + len(stops)
+
+    def _entries(self, features: Feature, params: SamplingParams, tokens: Tokens, prompt_len: int) -> Tokens:
+        """The row of the table, int32 [V]."""
+        counted = tokens if features & Feature.PENALTIES else tokens[:0]
+        entries = penalty_counts(counted, prompt_len, self._vocab)
+        if features & Feature.ALLOWED:
+            entries[~allowed_tokens(params, self._vocab)] |= sampling_edits.FORBIDDEN
+        return entries
 
     def _write_list(self, row: int, ids: list[int], values: list[float]) -> None:
         count = len(ids)
