@@ -85,3 +85,16 @@ def test_numbers_that_are_none_are_refused(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setattr(runner, "logits", lambda batch: torch.full_like(plain(batch), float("nan")))
         with pytest.raises(GlowplugError, match="KL nan"):
             check_cache(runner, replace(plan, kv_dtype="fp8_e4m3"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton_mla", "auto"])
+def test_on_a_gpu(backend: str) -> None:
+    """The embedded model stays well within the bound; a bound that nothing keeps refuses to start."""
+    attention = {"kv_dtype": "fp8_e4m3", **({} if backend == "auto" else {"use": backend})}
+    with LLM("embedded", device="cuda", attention=attention) as llm:
+        found = cache_error(*parts(llm))
+    print(found)
+    assert found is not None and 0 < found.kl < 0.1
+    with pytest.raises(GlowplugError, match="changes what this model says too much"):
+        LLM("embedded", device="cuda", attention={**attention, "kv_error": 1e-12})
