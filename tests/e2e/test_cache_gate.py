@@ -20,7 +20,8 @@ from tests.tiny import write_config
 def engine(folder: Path, name: str = "v3", **config: Any) -> LLM:
     base: dict[str, Any] = {"weights": {"use": "random"}, "skip_tokenizer": True, "memory": {"kv_tokens": 4096},
                             "dtype": "float32", "attention": {"use": "torch_mla"}}
-    return LLM(str(write_config(folder, name, num_nextn_predict_layers=1)), plugins=("tests.teacher",), device="cpu", **{**base, **config})
+    model = write_config(folder, name, num_nextn_predict_layers=1)
+    return LLM(str(model), plugins=("tests.teacher",), device="cpu", **{**base, **config})
 
 
 def parts(llm: LLM) -> tuple[Runner, EnginePlan]:
