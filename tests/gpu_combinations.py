@@ -41,6 +41,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "v2": {**CONFIGS["v2"], **_MLA},
     "v3": {**CONFIGS["v3"], **_MLA, "q_lora_rank": 256, "num_nextn_predict_layers": 1},
     "v3_fp8": {**CONFIGS["v3_fp8"], **_MLA, "q_lora_rank": 256, "num_nextn_predict_layers": 1},
+    "v2_awq": {**CONFIGS["v2"], **_MLA, "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128,
+                                                               "zero_point": True, "version": "gemm"}},
+    "v3_int8": {**CONFIGS["v3"], **_MLA, "q_lora_rank": 256, "quantization_config": {"quant_method": "w8a8_int8"}},
     "llama": {**CONFIGS["llama"], "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2,
               "head_dim": 64, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": VOCAB,
               "torch_dtype": "bfloat16"},
@@ -48,6 +51,11 @@ MODELS: dict[str, dict[str, Any]] = {
 SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "kv_lora_rank", "qk_nope_head_dim",
          "qk_rope_head_dim", "v_head_dim", "intermediate_size", "moe_intermediate_size", "head_dim", "q_lora_rank")
 KINDS = {"llama": "mha"}
+NARROW = {"v2_awq": "v2", "v3_int8": "v3"}  #: models of which each backend runs once, and whose sizes theirs are
+#: how the reference keeps quantised weights: dequantised, and activations as they are
+DENSE: dict[str, dict[str, Any]] = {"fp8": {"use": "block_fp8", "activations": "none"},
+                                    "int8": {"use": "w8a8_int8", "activations": "none"},
+                                    "awq": {"use": "awq", "dequantize": True}}
 
 
 @dataclass(frozen=True)
@@ -94,7 +102,8 @@ class Cell:
     def bound(self, device: str) -> Bound:
         if device == "cpu":
             return BOUNDS["exact"]
-        return BOUNDS["fp8" if "fp8" in f"{self.weights} {self.kv_dtype}" else "bfloat16"]
+        rough = any(name in f"{self.weights} {self.kv_dtype}" for name in ("fp8", "int8"))
+        return BOUNDS["fp8" if rough else "bfloat16"]
 
     def config(self, folder: Path, device: str) -> dict[str, Any]:
         found: dict[str, Any] = {
@@ -125,6 +134,10 @@ def matrix(plugins: PluginSet, device: str) -> list[Cell]:
     found = []
     for model in MODELS:
         backends = named(plugins, "attention", device, KINDS.get(model, "mla"))
+        if model in NARROW:
+            found += [Cell(model, backend, graphs=graph) for backend, graph in
+                      itertools.product(backends, named(plugins, "graphs", device))]
+            continue
         quantizations = ["auto"] if model.endswith("fp8") else ["auto", "block_fp8"]
         graphs = named(plugins, "graphs", device)
         switches = itertools.product((0, 1, 3), (True, False), (False, True), (True, False))
@@ -132,6 +145,8 @@ def matrix(plugins: PluginSet, device: str) -> list[Cell]:
                                                                               list(switches)):
             found.append(Cell(model, backend, quantization, graphs=graph, steps=steps, radix=rest[0],
                               chunked=rest[1], overlap=rest[2]))
+        found += [Cell(model, backend, "w8a8_int8", graphs=graph) for backend, graph in
+                  itertools.product(backends, graphs) if not model.endswith("fp8")]
         found += [Cell(model, backend, ops=ops, graphs=graph) for backend, ops, graph in
                   itertools.product(backends, named(plugins, "ops", device), graphs)]
         found += [Cell(model, backend, kv_dtype="fp8_e4m3", graphs=graph, steps=steps) for backend, graph, steps in
@@ -175,7 +190,10 @@ def _pairs(cell: Cell) -> frozenset[Any]:
 def write_models(folder: Path, small: bool = False) -> Path:
     """``small``: heads of no library's size, for a CPU."""
     for name, sized in MODELS.items():
-        config = {**sized, **{key: CONFIGS[name][key] for key in SIZES if key in CONFIGS[name]}} if small else sized
+        tiny = CONFIGS[NARROW.get(name, name)]
+        config = {**sized, **{key: tiny[key] for key in SIZES if key in tiny}} if small else sized
+        if small and name == "v2_awq":  # groups that its small matrices are whole numbers of
+            config["quantization_config"] = {**config["quantization_config"], "group_size": 32}
         (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps(config))
     return folder
@@ -208,8 +226,8 @@ class Reference:
             config = Cell(model, "torch_mha" if model in KINDS else "torch_mla", ops="torch", radix=False,
                           overlap=False).config(self._folder, self._device)
             config |= {"dtype": "float32", "memory": {"kv_tokens": 4 * KV_TOKENS}}
-            if "fp8" in name:
-                config["quantization"] = {"use": "block_fp8", "activations": "none"}
+            for scheme in (scheme for word, scheme in DENSE.items() if word in name):
+                config["quantization"] = scheme
             self._engines[name] = LLM(**config, plugins=AGREEING)
         return self._engines[name]
 

@@ -21,7 +21,7 @@ NAME = "awq"
 USE = "quantization.use"
 ROW = -1  #: group size of one scale a row
 LEAST_GROUP, BLOCK = 32, 128
-COMPUTE = 80  #: the first compute capability that subtracts two bfloat16 numbers at once
+COMPUTE = 80  #: the first compute capability that works on two bfloat16 numbers at once
 SUPPORTED = "a checkpoint that AutoAWQ wrote with 4 bits, zero_point true and version gemm"
 AGAIN = "download the checkpoint again"
 SHOWN = 3  #: names listed in a reason
@@ -33,6 +33,10 @@ class AwqOptions(QuantizationOptions):
         "auto", description="who multiplies linear layers on a CUDA device: our own kernel, which unpacks weights as "
                             "it goes, or cuBLAS behind one that dequantises them; auto: by rows, as measured",
         json_schema_extra={"provider": "linear"})
+    dequantize: bool = Field(False, description="keep weights in the compute dtype on a CUDA device as well")
+
+    def dequantizes(self, device: str, offers: QuantizationOffers) -> bool:
+        return self.dequantize or super().dequantizes(device, offers)
 
     def split_block(self, device: str, offers: QuantizationOffers, model: ModelFacts) -> int:
         """Whole groups; a word holds eight outputs."""
@@ -43,9 +47,9 @@ def check_awq(context: CheckContext) -> Iterator[Refusal]:
     """What config.json states, and what the tensors say."""
     model = context.facts.model
     old = {card.compute for card in context.facts.hardware.devices if card.compute < COMPUTE}
-    if old and context.values["device"] == "cuda":
-        yield Refusal(NAME, USE, f"{context.facts.hardware.name} is SM{min(old)}, {NAME} needs SM{COMPUTE} or later",
-                      f"a card of SM{COMPUTE} or later, or a checkpoint that is not quantised")
+    if old and context.values["device"] == "cuda" and not context.options.dequantize:
+        yield Refusal(NAME, USE, f"{context.facts.hardware.name} is SM{min(old)}, whose cores lack what unpacks int4 "
+                      f"(SM{COMPUTE} and later have it)", "quantization.dequantize = true")
     if model.quant_method != NAME:
         return
     found = list(_stated(quantization_config(model), awq_group(model)))

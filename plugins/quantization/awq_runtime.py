@@ -34,7 +34,7 @@ Put = Callable[[Tensor, Tensor, Tensor], None]
 
 def awq(options: AwqOptions, plan: EnginePlan, worker: Worker) -> QuantizationScheme:
     """The scheme for ``worker``'s device: int4 weights on CUDA, dequantised ones elsewhere."""
-    if torch.device(worker.device).type == "cuda":
+    if torch.device(worker.device).type == "cuda" and not options.dequantize:
         from glowplug.plugins.quantization.awq_cuda import AwqCuda  # it imports this module
 
         return AwqCuda(options, plan, worker)

@@ -49,7 +49,8 @@ def on_cpu(small: Path) -> Iterator[Reference]:
 
 @pytest.mark.parametrize("cell", [
     Cell("v2", "torch_mla", chunked=True), Cell("v3", "torch_mla", steps=1, radix=False),
-    Cell("v3_fp8", "torch_mla", overlap=False), Cell("llama", "torch_mha", quantization="block_fp8")],
+    Cell("v3_fp8", "torch_mla", overlap=False), Cell("llama", "torch_mha", quantization="block_fp8"),
+    Cell("v2_awq", "torch_mla"), Cell("v3_int8", "torch_mla"), Cell("v2", "torch_mla", quantization="w8a8_int8")],
     ids=lambda cell: cell.name)
 def test_the_comparison_holds_on_the_cpu(cell: Cell, on_cpu: Reference, small: Path) -> None:
     outcome = run(cell, on_cpu, small, "cpu")

@@ -27,7 +27,7 @@ AXES: dict[str, list[Any]] = {
     "attention": [{}, {"use": "torch_mla"}, {"use": "torch_mla", "absorb": False}, {"use": "torch_mha"}],
     "kv_dtype": ["auto", "float32", "bfloat16", "fp8_e4m3"],
     "page_size": [None, 1, 16],
-    "quantization": [{}, {"use": "none"}, {"use": "block_fp8"}],
+    "quantization": [{}, {"use": "none"}, {"use": "block_fp8"}, {"use": "w8a8_int8"}],
     "dtype": ["auto", "float32", "bfloat16", "float16"],
     "scheduler": [{}, {"overlap": False}, {"chunk_size": 8}, {"mixed": False, "chunk_size": 16}],
     "policy": [{}, {"use": "priority"}, {"use": "longest_prefix"}],
