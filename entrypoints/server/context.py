@@ -79,6 +79,7 @@ def _base_name(model: str) -> str:
     return path.name if path.is_absolute() or model.startswith(".") else model
 
 
-def get_context(request: Request) -> Context:
+async def get_context(request: Request) -> Context:
+    """Asynchronous, because FastAPI runs what is not in a thread of its own."""
     context: Context = request.app.state.context
     return context
