@@ -16,10 +16,12 @@ import numpy as np
 import torch
 
 from glowplug.core.batch import Batch
+from glowplug.core.cache_gate import check_cache
 from glowplug.core.errors import GlowplugError
 from glowplug.core.layers.rope import Rope
 from glowplug.core.memory.fit import Left, compared, pages_that_fit
 from glowplug.core.memory.graph_bytes import driver_bytes
+from glowplug.core.memory.layout import KVLayout
 from glowplug.core.memory.measure import Gauge, MemoryMeter, gauge_of
 from glowplug.core.memory.pool import KVPool
 from glowplug.core.parallel_stack import ParallelStack
@@ -73,6 +75,21 @@ class RankMemory:
         agreed = int(collectives.all_gather_numbers(np.array([pages], np.int64)).min())
         self.plan = replace(self.plan, sizes=replace(self.plan.sizes, num_pages=agreed))
         return left
+
+    def check_cache(self, runner: Runner) -> str | None:
+        """See ``cache_gate.check_cache``: over pools that are there before the real one."""
+        again = [] if self.measures else [runner.sampler]
+
+        def lend(layout: KVLayout, pages: int) -> None:
+            self._reserve(KVPool(layout, pages, self._device), runner.attention, runner.speculative, *again)
+
+        with self.naming("kv"):
+            found = check_cache(runner, self.plan, lend)
+            if found is not None:
+                lend(runner.attention.kv_layout(), FEW_PAGES)
+                self.gauge.settle()
+                self.meter.mark(RUNTIME)
+            return found
 
     def make_pool(self, runner: Runner) -> KVPool:
         with self.naming("kv"):

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from glowplug.core.build import BuildContext
-from glowplug.core.cache_gate import check_cache
 from glowplug.core.engine import Engine, RankClock
 from glowplug.core.errors import GlowplugError
 from glowplug.core.facts import ModelFacts
@@ -83,9 +82,8 @@ class RankBuilder:
             with self.memory.capturing():
                 runner.graphs.capture(runner, self.phases.progress("capture"))
             remarks.append(self.memory.graphs())
-        with self.phases.run("self-test") as remarks:
+        with self.phases.run("self-test"):
             self.memory.test(runner, context.parallel)
-            remarks += filter(None, [check_cache(runner, self.plan)])
         context.parallel.forget_load()
         if self.memory.measures:
             self.phases.note(self.memory.summary())
@@ -164,6 +162,7 @@ class RankBuilder:
                 left = self.memory.fit(runner, context.parallel, context.collectives)
                 remarks.append(f"a step takes {human(left.step)}")
         with self.phases.run("kv") as remarks:
+            remarks += filter(None, [self.memory.check_cache(runner)])
             pool = self.memory.make_pool(runner)
             self.plan = self.memory.plan
             remarks.append(f"{human(pool.bytes)}, {pool.num_pages} pages of {self.plan.sizes.page_size} tokens"

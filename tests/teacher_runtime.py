@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from glowplug.core.memory.layout import KVLayout
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Limits, MlaLayer, QuantizationScheme, Sampled, Worker
 from glowplug.core.request import SamplingParams
@@ -83,9 +84,12 @@ def plain_torch(options: PlainTorchOptions, plan: EnginePlan, worker: Worker) ->
     return made(options, plan, worker)
 
 
+KEPT = torch.float16
+
+
 class RoundedMla(TorchMla):
-    """What later tokens read was in the other format; a prompt's own tokens read each other as they are, as backends
-    for GPUs do."""
+    """What later tokens read was in the other format, and is kept in float16, which holds all of it; a prompt's own
+    tokens read each other as they are, as backends for GPUs do. A pool in another dtype is not rounded."""
 
     def __init__(self, options: RoundedMlaOptions, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
@@ -96,5 +100,10 @@ class RoundedMla(TorchMla):
         out = super().mla(q_nope, q_rope, latent, k_rope, layer)
         assert self._slots is not None
         for pool, fresh in ((self._kv[layer.index]["latent"], latent), (self._kv[layer.index]["rope"], k_rope)):
-            pool[self._slots] = fresh.to(self._to).to(pool.dtype)
+            if pool.dtype is KEPT:
+                pool[self._slots] = fresh.to(self._to).to(KEPT)
         return out
+
+    def kv_layout(self) -> KVLayout:
+        plain = super().kv_layout()
+        return replace(plain, entries=tuple(replace(entry, dtype="float16") for entry in plain.entries))
