@@ -25,8 +25,8 @@ class AttentionOptions(Options):
         "auto", description="dtype of the KV cache; auto is the compute dtype")
     page_size: int | None = Field(None, ge=1, le=1024, description="tokens a KV page; None: the plan decides")
     kv_error: float | None = Field(
-        0.1, gt=0, description="most that an 8-bit KV cache may change logits, measured at start-up over random prompts "
-                               "as the median divergence in nats; beyond it start is refused; None: only measured")
+        0.2, gt=0, description="most that an 8-bit KV cache may change logits, measured at start-up on random prompts, "
+                               "median divergence in nats; beyond it start is refused; None: only measured")
 
 
 class QuantizationOptions(Options):

@@ -106,6 +106,6 @@ def test_on_a_gpu(backend: str) -> None:
     with LLM("embedded", device="cuda", attention=attention) as llm:
         found = cache_error(*parts(llm))
     print(found)
-    assert found is not None and 0 < found.kl < 0.1
+    assert found is not None and 0 < found.kl < 0.2
     with pytest.raises(GlowplugError, match="changes what this model says too much"):
         LLM("embedded", device="cuda", attention={**attention, "kv_error": 1e-12})
