@@ -31,6 +31,7 @@ from glowplug.kernels.triton import (
     moe_align,
     moe_experts,
     moe_gemm_fp8,
+    moe_sort,
     moe_sum,
     norm,
     rope,
@@ -313,6 +314,22 @@ def test_alignment(tokens: int, experts: int, k: int) -> None:
             return here, ids.flatten()[here]
 
         return Case((ids,), run, want, lambda: 0.0, read)
+
+    check(made)
+
+
+@pytest.mark.parametrize("tokens,size", [(3, 200), (130, 2048)])
+def test_rows_by_expert_and_back(tokens: int, size: int) -> None:
+    def made(seed: int) -> Case:
+        values, scales = fp8_quant.quantize(randn(seed, tokens, size))
+        ids, weights = chosen(seed, tokens, 11, 3)
+
+        def run() -> Results:
+            rows, _, place = moe_sort.gather_rows(values, scales, moe_align.align(ids, 11, 16), ids.numel(), 3)
+            return moe_sort.sum_placed(rows.to(BF16), place, ids, weights)
+
+        return Case((values, scales, ids, weights), run,
+                    lambda: values.double() * (weights.double() * (ids >= 0)).sum(1, keepdim=True))
 
     check(made)
 
