@@ -151,7 +151,7 @@ def launchable() -> list[str]:
 def complaints(log: str) -> list[str]:
     """The first lines of what the sanitizer says."""
     lines = [line.removeprefix("========= ").strip() for line in log.splitlines() if line.startswith("=========")]
-    return [line for line in lines if re.match(r"Invalid|Uninitialized|Program hit|Barrier|.* at .*\+0x", line)][:6]
+    return [line for line in lines if re.match(r"Invalid|Uninitialized|Program hit|Barrier|(.* )?at .*\+0x", line)][:6]
 
 
 def report(outcomes: list[Outcome], seconds: float) -> dict[str, Any]:
