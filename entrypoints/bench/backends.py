@@ -177,7 +177,7 @@ def outcome_of(asked: Asked, backend: Backend) -> Outcome:
         if not outcome.error:
             _read(asked, backend, outcome)
     except (OSError, EOFError, ValueError) as error:
-        outcome.error = f"{type(error).__name__}: {error}"
+        outcome.error = outcome.error or f"{type(error).__name__}: {error}"
     outcome.end = outcome.arrivals[-1] if outcome.ok and outcome.arrivals else asked.end
     if outcome.ok and not outcome.arrivals:
         outcome.error = "the server sent no token"

@@ -101,6 +101,8 @@ class FakeServer:
                 return
             if body.get("fault") == "error" and index == 1:
                 await send(b'data: {"error": {"message": "engine died"}}\n\n')
+                writer.write(b"0\r\n\r\n")
+                return
             await asyncio.sleep(GAP)
         if not native:
             usage = {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": tokens}}
