@@ -22,6 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--random-output-len", "--random-output", "--output-len", type=int, default=64)
     group.add_argument("--random-range-ratio", type=float, default=1.0, help="lengths in [length * ratio, length]")
     group.add_argument("--repeat", type=int, default=3, help="runs; the one of median duration is reported")
+    group.add_argument("--warmup-prompts", type=int, default=None, help="of the run that warms up; default: all")
     group.add_argument("--profile", action="store_true", help="trace one further run with torch's profiler")
     group.add_argument("--result-filename", "--output-file", default=None, metavar="FILE", help="append a JSON line")
     add_engine_options(parser)
@@ -56,14 +57,16 @@ def _measure(args: argparse.Namespace, config: dict[str, Any]) -> list[dict[str,
         records = []
         for index in range(args.repeat + 1):
             prompts = [[rng.randrange(vocab) for _ in range(length)] for length in inputs]
+            count = args.warmup_prompts if index == 0 else None  # the first run warms up
             before, started = asdict(llm.stats), time.perf_counter()
-            done = llm.generate(prompts, params)
+            done = llm.generate(prompts[:count], params[:count])
             duration = time.perf_counter() - started
-            if index:  # the first run warms up
+            if index:
                 generated = sum(len(result.token_ids) for result in done)
                 llm.control("check")  # behind which the statistics are those of the whole run
-                records.append(_record(args, llm.plan.device, sum(inputs), generated, duration)
-                               | {"device_idle_share": report.idle_share(before, asdict(llm.stats))})
+                records.append(_record(args, llm.plan.device, sum(inputs), generated, duration) | {
+                    "failed": sum(result.finish_reason != "length" for result in done),
+                    "device_idle_share": report.idle_share(before, asdict(llm.stats))})
         if args.profile:
             print("trace:", traced(llm, "offline", lambda: llm.generate(prompts, params)))
     return records
