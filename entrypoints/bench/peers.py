@@ -154,7 +154,7 @@ def comparison(engines: Mapping[str, Points]) -> dict[str, list[dict[str, Any]]]
 
 
 def beside_offline(ours: Points, path: Path) -> dict[str, list[dict[str, Any]]]:
-    """One more table: throughput at the highest concurrency over that of the offline engine on the same kind of load."""
+    """One more table: throughput at the highest concurrency over the offline engine's on the same kind of load."""
     offline = max(float(record["output_throughput"]) for record in _records(path))
     at = max(ours)
     served = ours[at]["output_throughput"]
