@@ -12,7 +12,7 @@ from glowplug.core.plan import BudgetLine
 MIB = 1 << 20
 FIXED = 96 * MIB  #: what the first graph takes: the driver, and libraries' workspaces for the capturing stream
 PER_LAYER = MIB // 9  #: what it takes for a layer in the graphs of one batch size: parameters of its kernels
-PER_PIECE = MIB // 9  #: the same of one token count, whose layers are graphs of their own
+PER_PIECE = 2 * MIB // 15  #: the same of one token count, whose layers are graphs of their own
 INSIDE = ("model", "quantization", "ops")  #: slots whose components are inside a captured pass
 
 

@@ -25,7 +25,7 @@ SMALL = (1, 2, 3, 4, 6, 8, 12)  #: sizes below 16 of the default list, where a r
 FURTHER = 128  #: between token counts behind the default list, where a larger limit is given
 #: token counts of the default list. Up to some hundred tokens a step reads every weight, whatever their number; beyond
 #: the last one computing takes as long as launching.
-TOKEN_COUNTS = (16, 32, *range(64, 513, 64), *range(640, 1281, 128))
+TOKEN_COUNTS = (16, 32, *range(64, 513, 64), *range(640, 1537, 128))
 
 Size = Annotated[int, Field(ge=1)]
 

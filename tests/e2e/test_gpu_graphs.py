@@ -19,7 +19,7 @@ def engine(folder: Path, **config: Any) -> LLM:
     base: dict[str, Any] = {
         "weights": {"use": "random"}, "skip_tokenizer": True, "dtype": "float32", "device": "cuda",
         "context_length": 256, "memory": {"kv_tokens": 4096}, "scheduler": {"max_running_requests": 9},
-        "graphs": {"use": "cuda_graph", "batch_sizes": SIZES}}
+        "graphs": {"use": "cuda_graph", "batch_sizes": SIZES, "max_prefill_tokens": 64}}
     return LLM(model=str(folder), **{**base, **config})
 
 
@@ -87,7 +87,7 @@ def test_every_way_of_sampling(tmp_path: Path, speculative: dict[str, Any]) -> N
     params = [SamplingParams(**{"temperature": 1.0, "seed": 6, "max_tokens": 9 + 3 * i % 10, "ignore_eos": True, **way})
               for i, way in enumerate(WAYS)]
     folder, found = folder_of(tmp_path, "v3"), []
-    for graphs in ({"use": "eager"}, {"use": "cuda_graph", "batch_sizes": SIZES}):
+    for graphs in ({"use": "eager"}, {"use": "cuda_graph", "batch_sizes": SIZES, "max_prefill_tokens": 64}):
         with engine(folder, speculative=speculative, graphs=graphs) as llm:
             outputs = [llm.generate(prompts(1), [one])[0] for one in params]
             outputs += llm.generate(prompts(5), params[:5]) + llm.generate(prompts(4), params[5:])
@@ -112,7 +112,7 @@ def test_block_fp8_is_captured(tmp_path: Path) -> None:
     """Rounding depends on the batch's shape here, so that only the first tokens of one row are compared."""
     folder = folder_of(tmp_path, "v3_fp8")
     found = []
-    for graphs in ({"use": "eager"}, {"use": "cuda_graph", "batch_sizes": [1, 4]}):
+    for graphs in ({"use": "eager"}, {"use": "cuda_graph", "batch_sizes": [1, 4], "max_prefill_tokens": 64}):
         with engine(folder, dtype="bfloat16", graphs=graphs) as llm:
             found.append(tokens(llm, 1)[0][:2])
             assert [len(ids) for ids in tokens(llm, 3)] == [8, 11, 14]
