@@ -126,4 +126,4 @@ def _sizes(dim: int, itemsize: int) -> tuple[int, int, int, int]:
     """(queries, keys, warps, stages) of a program."""
     if itemsize > 2:
         return 32, 16, 4, 2
-    return 64, 64, 4, 3 if dim <= 128 else 2
+    return 64, 64, 4, 5 if dim <= 128 else 2

@@ -19,9 +19,13 @@ FASTEST: dict[int, tuple[tuple[float, str], ...]] = {
 }
 
 
-#: the same of multi-head attention, with eight key heads of 128 numbers
+#: the same of multi-head attention with heads of 128 numbers: 32, 8, 8, 8 and 1 of keys
 FASTEST_MHA: dict[int, tuple[tuple[float, str], ...]] = {
+    1: ((math.inf, "triton"),),
     4: ((math.inf, "triton"),),
+    8: ((math.inf, "triton"),),
+    16: ((math.inf, "triton"),),
+    64: ((4, "triton"), (64, "fa3"), (math.inf, "triton")),
 }
 
 

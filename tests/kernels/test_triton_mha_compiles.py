@@ -43,7 +43,7 @@ for x, cache, dim, rows, tree, page in (("*bf16", "*bf16", 128, 16, False, 64), 
         build(mha_prefill.mha_prefill_kernel, dict(q=x, k_cache=cache, v_cache=cache, page_table="*i32",
               kv_lens="*i32", q_starts="*i32", out=x, scale="fp32"),
               dict(same, FIRST_KEY=first_key, BLOCK_Q=32 if wide else 64, BLOCK_K=16 if wide else 64, BLOCK_R=128,
-                   STAGES=2 if wide else 3), num_warps=4, num_stages=2 if wide else 3)
+                   STAGES=2 if wide else 5), num_warps=4, num_stages=2 if wide else 5)
 """
 
 
