@@ -160,7 +160,7 @@ def _shares(parts, held, place, weight, index, vocab, start, shift, COUNT: tl.co
 @triton.jit(do_not_specialize=["shift"])
 def _narrow(logits, rows, peaks, least, low, steps, goals, parts, held, arrived, temperatures, temperature_stride,
             min_ps, min_p_stride, limits, limit_stride, vocab, stride, blocks, shift, coldest, FIRST: tl.constexpr,
-            LAST: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+            COUNT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
             PIVOTS: tl.constexpr, DEPENDENT: tl.constexpr):
     """Raise ``low``, the bits of the largest weight known to leave enough, by the next four bits of it.
 
@@ -203,8 +203,7 @@ def _narrow(logits, rows, peaks, least, low, steps, goals, parts, held, arrived,
             chosen = tl.maximum(tl.sum((total >= goal).to(tl.int32), 0), 1) - 1
             tl.store(steps + row, chosen)
             tl.store(low + row, start + (chosen << shift))
-            if LAST:
-                tl.store(least + row, start + (chosen << shift))
+            tl.store(least + row, start + (chosen << shift))  # which passes to come may know already
 
 
 @triton.jit
@@ -319,8 +318,7 @@ def cut_off(logits: Tensor, choice: Choice, rows: Tensor, parameters: RowParamet
         _narrow[grid.programs](
             logits, rows, choice.peaks, choice.least, low, steps, goals, parts, held, arrived,
             *_columns(parameters, limits), *grid.sizes, shift, coldest, FIRST=shift == SHIFTS[0],
-            LAST=shift == SHIFTS[-1], COUNT=count, BLOCK=BLOCK, BLOCKS=grid.blocks, PIVOTS=PIVOTS,
-            **dependent.options())
+            COUNT=count, BLOCK=BLOCK, BLOCKS=grid.blocks, PIVOTS=PIVOTS, **dependent.options())
 
 
 def draw(logits: Tensor, choice: Choice, rows: Tensor, positions: Tensor, parameters: RowParameters, coldest: float,

@@ -27,7 +27,7 @@ def _scores(logits, tokens, peaks, masses, found, token_scores, top_ids, top, ar
     value = tl.load(source + index, mask=index < vocab, other=float("-inf"))
     tl.store(masses + row * blocks + block, tl.sum(tl.exp(value - peak)))
     key = tl.where(index < vocab, sampling.key_of(value, index), NONE)
-    for j in tl.static_range(K):
+    for j in range(K):
         best = tl.max(key)
         tl.store(found + (row * blocks + block) * K + j, best)
         key = tl.where(key == best, NONE, key)
@@ -38,7 +38,7 @@ def _scores(logits, tokens, peaks, masses, found, token_scores, top_ids, top, ar
         tl.store(token_scores + row, tl.load(source + tl.load(tokens + row)) - norm)
         place = tl.arange(0, PLACES)
         held = tl.load(found + row * blocks * K + place, mask=place < blocks * K, other=NONE, cache_modifier=".cg")
-        for j in tl.static_range(K):
+        for j in range(K):
             best = tl.max(held)
             token = tl.minimum(0x7FFFFFFF - (best & 0xFFFFFFFF), vocab - 1)
             tl.store(top_ids + row * K + j, token)

@@ -23,8 +23,9 @@ from glowplug.plugins.graphs.slot import Recorder, Shape, Slot
 from glowplug.plugins.graphs.staging import Staging
 
 #: how rows may sample in a step whose sampling is captured with it, as far as the sampler has a word for each
-SAMPLED = (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.5), SamplingParams(top_k=2),
-           SamplingParams(presence_penalty=1.0), SamplingParams(logprobs=0))
+SAMPLED = (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.5))
+#: the same, captured for batch sizes that are powers of two only, since each takes start-up time; others sample eagerly
+SELDOM = (SamplingParams(top_k=2), SamplingParams(presence_penalty=1.0), SamplingParams(logprobs=0))
 
 
 class CudaGraph:
@@ -80,7 +81,7 @@ class CudaGraph:
         shape, sampler = slot.shape, steps.sampler
         nothing = _no_rows(slot.batch)
         try:
-            for params in SAMPLED:
+            for params in SAMPLED if shape.rows & (shape.rows - 1) else SAMPLED + SELDOM:
                 sampler.join(shape.spare, params, slot.batch.prompt_ids, 0, frozenset())
                 batch = slot.fill(nothing)
                 sampler.plan_step(batch)
