@@ -233,7 +233,8 @@ class Sampler(Protocol):
         ...
 
     def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Tensor | None = None) -> Sampled:
-        """logits float32 [N, V] (may be overwritten), rows int64 [N], positions int64 [N] of the token being drawn.
+        """logits float32 [N, V] (may be overwritten), rows int64 [N], positions int64 [N] of the token being drawn;
+        rows and positions may be strided, also by 0.
 
         The random number depends only on (seed of the row, position). ``ahead`` int64 [N, W - 1]: tokens that precede
         this one and have not been observed yet (drafts being verified), -1 where there is none; penalties count them.
