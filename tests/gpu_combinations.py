@@ -80,6 +80,7 @@ class Cell:
     quantization: str = "auto"
     ops: str = "auto"
     kv_dtype: str = "auto"
+    absorbed: str = "auto"
     graphs: str = "eager"
     steps: int = 0
     radix: bool = True
@@ -89,6 +90,7 @@ class Cell:
     @property
     def name(self) -> str:
         chosen = [value for value in (self.quantization, self.ops, self.kv_dtype) if value != "auto"]
+        chosen += [f"absorbed_{self.absorbed}"] if self.absorbed != "auto" else []
         said = [self.model, self.attention, *chosen, self.graphs, f"nextn{self.steps}" if self.steps else "",
                 "" if self.radix else "no_radix", "chunked" if self.chunked else "",
                 "" if self.overlap else "no_overlap"]
@@ -109,7 +111,8 @@ class Cell:
         found: dict[str, Any] = {
             "model": str(folder / self.model), "skip_tokenizer": True, "device": device, "context_length": CONTEXT,
             "dtype": "float32" if device == "cpu" else "bfloat16", "memory": {"kv_tokens": KV_TOKENS},
-            "attention": {"use": self.attention, "kv_dtype": self.kv_dtype}, "weights": WEIGHTS,
+            "attention": {"use": self.attention, "kv_dtype": self.kv_dtype,
+                          **({} if self.absorbed == "auto" else {"absorbed": self.absorbed})}, "weights": WEIGHTS,
             "cache": {"use": "radix" if self.radix else "none"}, "graphs": {"use": self.graphs},
             "scheduler": {"max_running_requests": ROWS, "chunk_size": 48 if self.chunked else CONTEXT,
                           "overlap": self.overlap},
@@ -132,6 +135,8 @@ def named(plugins: PluginSet, slot: str, device: str, kind: str = "") -> list[st
 def matrix(plugins: PluginSet, device: str) -> list[Cell]:
     """The whole of it, admitted or not."""
     found = []
+    absorbing = [component.name for component, _, _ in plugins.components("attention")
+                 if "absorbed" in component.options.model_fields and device in component.offers.devices]
     for model in MODELS:
         backends = named(plugins, "attention", device, KINDS.get(model, "mla"))
         if model in NARROW:
@@ -149,6 +154,8 @@ def matrix(plugins: PluginSet, device: str) -> list[Cell]:
                   itertools.product(backends, graphs) if not model.endswith("fp8")]
         found += [Cell(model, backend, ops=ops, graphs=graph) for backend, ops, graph in
                   itertools.product(backends, named(plugins, "ops", device), graphs)]
+        found += [Cell(model, backend, absorbed="fp8", graphs=graph, steps=steps) for backend, graph, steps in
+                  itertools.product(absorbing if model == "v3_fp8" else (), graphs, (0, 1))]
         found += [Cell(model, backend, kv_dtype="fp8_e4m3", graphs=graph, steps=steps) for backend, graph, steps in
                   itertools.product(backends, graphs, (0, 1))]
     return found
