@@ -98,12 +98,14 @@ class QuantizationOffers(Offers):
     Attributes:
         reads: values of ``quantization_config.quant_method`` it loads; "none" means an unquantized checkpoint.
         online: it can also quantize an unquantized checkpoint while loading.
+        online_bytes: what a number then takes, scales left out (the byte budget needs it).
         block_shape: (rows, columns) of a weight block, or None.
         dequantizes: device types on which quantized weights are kept in the compute dtype (the byte budget needs it).
     """
 
     reads: frozenset[str] = frozenset()
     online: bool = False
+    online_bytes: int = 1
     block_shape: tuple[int, int] | None = None
     dequantizes: frozenset[str] = frozenset()
 

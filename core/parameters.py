@@ -86,7 +86,7 @@ def _count(found: dict[Kind, int], model: ModelFacts, tensor: Tensor, times: int
         _add(found, Kind(role, model.dtype, False, draft), tensor.rows * (tensor.columns or 1) * times)
         return
     for stored in stored_matrix(model, tensor.rows, tensor.columns):
-        _add(found, Kind(role, stored.dtype, stored.scale, draft), stored.count * times)
+        _add(found, Kind(role, stored.dtype, stored.scale, draft), stored.numbers * times)
 
 
 def _norms(model: ModelFacts) -> Iterator[Tensor]:

@@ -26,6 +26,7 @@ from glowplug.core.weight_classes import (
 )
 
 EIGHT_BIT = frozenset({"float8_e4m3fn", "float8_e5m2", "int8"})
+QUANTISED = frozenset({HEADS, KV_HEADS, KV_UP, WIDTH, SHARED, EXPERTS})  #: by schemes that quantise while loading
 SCALE_BYTES = 4
 HALF_BYTES = 2  #: of a scale or zero of 4-bit weights
 
@@ -33,11 +34,13 @@ HALF_BYTES = 2  #: of a scale or zero of 4-bit weights
 @dataclass(frozen=True)
 class Storage:
     """How loaded weights are kept: bytes of a number in the compute dtype; whether quantised weights stay as narrow;
-    whether the latent's up-projection is copied once more (a CPU lays it out for absorption)."""
+    whether the latent's up-projection is copied once more (a CPU lays it out for absorption); ``online``: bytes of a
+    number that is quantised while loading (0: none is). The latents' projections then count as if they were not."""
 
     compute: int
     keeps: bool
     copies_latent: bool
+    online: int = 0
 
 
 def weights_by_rank(tally: Tally, model: ModelFacts, mesh: Mapping[str, int], ranks: int, storage: Storage,
@@ -61,6 +64,8 @@ def number_bytes(kind: Kind, storage: Storage) -> float:
         return (SCALE_BYTES if kind.dtype == SCALE else HALF_BYTES) if storage.keeps else 0
     narrow = 0.5 if kind.dtype == INT4 else 1
     kept = narrow if (kind.dtype in EIGHT_BIT or kind.dtype == INT4) and storage.keeps else storage.compute
+    if storage.online and storage.keeps and kind.role in QUANTISED:
+        kept = storage.online
     if kind.role == ROUTER:
         return 4
     if kind.role == TIED:

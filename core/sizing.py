@@ -117,7 +117,9 @@ def _weights(draft: Draft) -> list[BudgetLine]:
     assert isinstance(scheme.options, QuantizationOptions)
     storage = Storage(compute=DTYPE_BYTES[draft.values["dtype"]],
                       keeps=not scheme.options.dequantizes(draft.values["device"], scheme.offers),
-                      copies_latent=draft.values["device"] == "cpu")
+                      copies_latent=draft.values["device"] == "cpu",
+                      online=scheme.offers.online_bytes
+                      if scheme.offers.online and draft.facts.model.quant_method == "none" else 0)
     lines = [_weight_line(draft, "weights", draft.facts.model, draft.elements, storage, False)]
     if draft.values["draft_layers"]:
         model = draft.facts.draft or draft.facts.model

@@ -12,11 +12,11 @@ INT8_METHODS = frozenset({"w8a8_int8", "compressed-tensors"})  #: ``quant_method
 
 
 class Stored(NamedTuple):
-    """``count`` numbers; ``dtype`` and ``scale`` as of ``Kind``."""
+    """So many ``numbers``; ``dtype`` and ``scale`` as of ``Kind``."""
 
     dtype: str
     scale: bool
-    count: int
+    numbers: int
 
 
 def quantization_config(model: ModelFacts) -> Mapping[str, Any]:

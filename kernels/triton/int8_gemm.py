@@ -105,14 +105,16 @@ def _finish(parts, x_scales, w_scales, bias, out, rows, columns, count, BIAS: tl
 
 def rule(rows: int, columns: int, depth: int) -> Config:
     """A configuration for a problem that nobody has tuned: enough programs to read the weight with every core."""
-    if rows > 64:
-        return {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 128, "SPLIT_K": 1, "SWAP": False, "num_warps": 8,
-                "num_stages": 3}
-    split = 1
-    while columns // 64 * split < 132 and depth // 128 // (2 * split) >= 4:
+    few = rows <= 256
+    block_m = min(64, max(16, triton.next_power_of_2(rows))) if few else 128
+    tiles, split = triton.cdiv(rows, block_m) * triton.cdiv(columns, 64 if few else 128), 1
+    while tiles * split < 132 and depth // 128 // (2 * split) >= 4:
         split *= 2
-    return {"BLOCK_M": max(16, triton.next_power_of_2(rows)), "BLOCK_N": 64, "BLOCK_K": 128, "SPLIT_K": split,
-            "SWAP": True, "num_warps": 4, "num_stages": 5}
+    if few:
+        return {"BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_K": 128, "SPLIT_K": split, "SWAP": True, "num_warps": 4,
+                "num_stages": 5}
+    return {"BLOCK_M": block_m, "BLOCK_N": 128, "BLOCK_K": 128, "SPLIT_K": split, "SWAP": False, "num_warps": 8,
+            "num_stages": 3}
 
 
 @lru_cache(maxsize=4096)

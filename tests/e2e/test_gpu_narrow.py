@@ -31,7 +31,10 @@ def log_probabilities(folder: Path, device: str, **config: Any) -> tuple[np.ndar
     rng = np.random.default_rng(5)
     prompts = [rng.integers(2, VOCAB, n).tolist() for n in (2, 17, 40, 64, 100)]
     asked = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, prompt_logprobs=0)
-    with LLM(model=str(folder), device=device, skip_tokenizer=True, memory={"kv_tokens": 2048}, **config) as llm:
+    few = {} if device == "cpu" or "graphs" in config else {
+        "graphs": {"use": "cuda_graph", "batch_sizes": [2, 5], "prefill": False}}
+    with LLM(model=str(folder), device=device, skip_tokenizer=True, memory={"kv_tokens": 2048},
+             scheduler={"max_running_requests": 5}, **few, **config) as llm:
         done = llm.generate(prompts, asked)
     known = [np.array(c.prompt_logprobs.token, np.float64) for c in done if c.prompt_logprobs]
     return np.concatenate(known), [c.token_ids for c in done]

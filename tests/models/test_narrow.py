@@ -215,6 +215,26 @@ def test_the_budget_counts_narrow_weights(tmp_path: Path, plugins: PluginSet) ->
         assert weights_by_rank(elements, facts, {}, 1, Storage(2, True, False), False) == (int(wanted),)
 
 
+def test_the_budget_counts_what_is_quantised_while_loading(tmp_path: Path, plugins: PluginSet) -> None:
+    """All but vocabulary, gate, norms and the latents' projections takes a byte on a card."""
+    from glowplug.core.facts import DeviceFacts, HardwareFacts
+
+    folder = write_folder(tmp_path, "v3", float_tensors(tiny_facts("v3")))
+    card = HardwareFacts(devices=(DeviceFacts("H200", 141 << 30, 90),), cpu_cores=8, cpu_memory=32 << 30)
+
+    def weights(use: str, device: str, **options: Any) -> int:
+        config = {"model": str(folder), "device": device, "dtype": "bfloat16", "quantization": {"use": use, **options}}
+        budget = make_plan(config, plugins=plugins, hardware=card).budget
+        return next(line.bytes for line in budget if line.name == "weights")
+
+    plain = weights("none", "cuda")
+    assert weights("w8a8_int8", "cuda", activations="none") == plain
+    for use in ("w8a8_int8", "block_fp8"):
+        narrow = weights(use, "cuda")
+        experts, shared, width, heads = 98304, 12288, 18432, 30720
+        assert plain - narrow == experts + shared + width + heads - 12288, use  # kv_b_proj is there in both
+
+
 # ---- refusals -------------------------------------------------------------------------------------------------------
 
 
