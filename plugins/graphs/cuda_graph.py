@@ -43,7 +43,8 @@ class CudaGraphOptions(GraphOptions):
     max_prefill_tokens: int | None = Field(None, ge=1, description="the largest of them; None: that of the list, "
                                                                    f"or {TOKEN_COUNTS[-1]}")
     on_failure: Literal["stop", "eager"] = Field(
-        "stop", description="when a capture fails: stop loading, or run the steps of that size and mode eagerly")
+        "stop", description="when a capture fails: stop loading, or run the steps of that size and mode eagerly (as "
+                            "those with prompts in them always do, unless graphs.prefill is true)")
 
     def sizes(self, rows: int) -> tuple[int, ...]:
         most = min(rows, self.max_batch or MOST_ROWS)

@@ -87,7 +87,7 @@ class CudaGraph:
                 sampler.plan_step(batch)
                 steps.step(batch)
         except Exception as error:
-            self._failed(error, _failure(error, shape))
+            self._failed(error, self._options.on_failure == "stop", _failure(error, shape))
             return
         finally:
             sampler.leave(shape.spare)
@@ -95,13 +95,15 @@ class CudaGraph:
         self._slots.setdefault(shape.mode, {})[shape.rows] = slot
 
     def _pass_failed(self, error: Exception, made: Pass) -> None:
-        self._failed(error, CaptureError(
+        """Who has not asked for passes is better served without one than not at all."""
+        stops = self._options.on_failure == "stop" and self._options.prefill is True
+        self._failed(error, stops, CaptureError(
             f"a pass of {made.tokens} tokens could not be captured: {type(error).__name__} behind its cut {made.cuts}, "
             f"by {_component(error)}: {error}. Leave this count out (graphs.prefill_tokens, "
             "graphs.max_prefill_tokens), or graphs.prefill = false"))
 
-    def _failed(self, error: Exception, failure: CaptureError) -> None:
-        if self._options.on_failure == "stop":
+    def _failed(self, error: Exception, stops: bool, failure: CaptureError) -> None:
+        if stops:
             raise failure from error
         logging.getLogger("glowplug").warning("%s; such steps run eagerly", failure)
 

@@ -115,12 +115,14 @@ def test_a_pass_is_one_piece_a_layer_and_one(folder: Path) -> None:
         assert [tokens for tokens, _ in runner.passed][-1] == 8
 
 
-def test_a_pass_that_cannot_be_captured_says_so(folder: Path) -> None:
+@pytest.mark.parametrize("more", [{"on_failure": "eager"}, {"prefill": None}], ids=["as told", "not asked for"])
+def test_a_pass_that_cannot_be_captured_says_so(folder: Path, more: dict[str, Any], caplog: Any) -> None:
     with pytest.raises(CaptureError, match="a pass of 8 tokens could not be captured: RuntimeError behind its cut 0"):
         engine(folder, {"breaks": "pass 8"})
-    with engine(folder, {"breaks": "pass 8", "on_failure": "eager"}) as llm:
+    with engine(folder, {"breaks": "pass 8", **more}) as llm:
         runner = replaying_runtime.NEWEST[0]
         assert runner._passes.counts == [4, 16, 32]
+        assert "a pass of 8 tokens could not be captured" in caplog.text
         llm.generate([prompts(0)[4]], SamplingParams(max_tokens=1))
         assert runner.passed[-1] == (7, 16)
 
