@@ -8,7 +8,7 @@ depends on the padded batch only, lengths are read on the device (FlashDecoding,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 import triton
@@ -17,6 +17,9 @@ from torch import Tensor
 
 from glowplug.kernels.triton import dependent, paged
 from glowplug.kernels.triton.mla_merge import merge
+
+JOINED = 8  #: parts of a row's keys up to which the program that ends last joins them; more are merged by a kernel
+TICKETS = 1 << 16
 
 
 @triton.jit
@@ -131,6 +134,12 @@ def ring_fits(query: torch.dtype, kv: torch.dtype, page_size: int, lora: int, ro
             and kv in (query, torch.float8_e4m3fn) and page_size % 64 == 0 and lora in (256, 512) and rope == 64)
 
 
+@cache
+def _tickets(device: torch.device) -> Tensor:
+    """NOTE: one for all streams of a device, so two steps must not decode at once on it; made before any capture."""
+    return torch.zeros(TICKETS, dtype=torch.int32, device=device)
+
+
 def mla_decode(query: Tensor, kv: Tensor, page_table: Tensor, kv_lens: Tensor, scale: float, page_size: int, lora: int,
                cut: Tiling, first_key: int = 0, tree: Tensor | None = None, kv_scale: float = 1.0) -> Tensor:
     """Absorbed queries [B * W, H, C + R] over the cache kv [slots, C + R] -> [B * W, H, C] in the query's dtype.
@@ -147,30 +156,35 @@ def mla_decode(query: Tensor, kv: Tensor, page_table: Tensor, kv_lens: Tensor, s
     if cut.splits > 1:
         partial = query.new_empty(tokens, heads, cut.splits, lora)
         lse = torch.empty((tokens, heads, cut.splits), dtype=torch.float32, device=query.device)
-    _launch(query, kv, page_table, kv_lens, scale, page_size, cut, first_key, tree, kv_scale, partial, lse)
-    if cut.splits > 1:
+    joins = cut.ring and 1 < cut.splits <= JOINED and tokens * heads <= TICKETS
+    _launch(query, kv, page_table, kv_lens, scale, page_size, cut, first_key, tree, kv_scale, partial, lse,
+            out if joins else None)
+    if cut.splits > 1 and not joins:
         merge(partial, lse, kv_lens, out, tokens // len(kv_lens) * heads, cut.block_n)
     return out
 
 
 def _launch(query: Tensor, kv: Tensor, page_table: Tensor, kv_lens: Tensor, scale: float, page_size: int, cut: Tiling,
-            first_key: int, tree: Tensor | None, kv_scale: float, out: Tensor, lse: Tensor) -> None:
+            first_key: int, tree: Tensor | None, kv_scale: float, out: Tensor, lse: Tensor,
+            joined: Tensor | None) -> None:
     (tokens, heads, size), rows, lora = query.shape, kv_lens.shape[0], out.shape[-1]
     assert query.is_contiguous() and kv.stride(1) == 1
     pairs, splits = tokens // rows * heads, cut.splits
     grid = (triton.cdiv(pairs, cut.block_m), rows, splits)
-    rest = (page_table, kv_lens, tree if tree is not None else kv_lens, out, lse, scale * kv_scale * paged.LOG2_E,
-            kv_scale, splits, first_key, tokens // rows, heads, page_table.stride(0))
+    rows_of = (page_table, kv_lens, tree if tree is not None else kv_lens, out, lse)
+    rest = (scale * kv_scale * paged.LOG2_E, kv_scale, splits, first_key, tokens // rows, heads, page_table.stride(0))
     same = {"C": lora, "R": size - lora, "BLOCK_M": cut.block_m, "PAGE": page_size, "SPLIT": splits > 1,
             "TREE": tree is not None, "num_warps": cut.warps, **dependent.options()}
     if cut.ring:
         from glowplug.kernels.triton import mla_decode_hopper as hopper
 
         described = hopper.described(kv, lora)
-        hopper.mla_decode_hopper_kernel[grid](query, *described, *rest, RING=cut.stages, **same)
+        hopper.mla_decode_hopper_kernel[grid](
+            query, *described, *rows_of, out if joined is None else joined, _tickets(query.device), *rest,
+            RING=cut.stages, JOIN=0 if joined is None else splits, **same)
         return
     mla_decode_kernel[grid](
-        query, kv, *rest, kv_stride=kv.stride(0),
+        query, kv, *rows_of, *rest, kv_stride=kv.stride(0),
         BLOCK_C=max(16, triton.next_power_of_2(triton.cdiv(lora, cut.parts))),
         BLOCK_R=max(16, triton.next_power_of_2(size - lora)), PARTS=cut.parts, BLOCK_N=cut.block_n, STAGES=cut.stages,
         PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32", num_stages=cut.stages, **same)

@@ -173,13 +173,47 @@ def _store(out, acc, norm, kv_scale, line, real, C: gl.constexpr, AXIS: gl.const
     gl.store(out + at, (acc * gl.expand_dims(inverse, AXIS)).to(out.dtype.element_ty), mask=mask)
 
 
+@gluon.jit
+def _last_of(tickets, programs):
+    """Is this the last of so many programs to come here? Sets the ticket back for the next step."""
+    gl.thread_barrier()
+    last = gl.atomic_add(tickets, 1, sem="acq_rel") == programs - 1
+    if last:
+        gl.store(tickets, 0)
+    return last
+
+
+@gluon.jit
+def _join(partial, lse, out, line, first, pairs, count, SPLITS: gl.constexpr, C: gl.constexpr,
+          BLOCK_M: gl.constexpr):
+    """Pairs ``first`` and following of the row whose pairs begin at ``line``: ``count`` of SPLITS parts become one."""
+    flat: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
+    pair = first + gl.arange(0, BLOCK_M, gl.SliceLayout(1, flat))
+    real, c = pair < pairs, gl.arange(0, C, gl.SliceLayout(0, flat))
+    top = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, flat))
+    for split in gl.static_range(SPLITS):
+        top = gl.maximum(top, gl.load(lse + (line + pair) * SPLITS + split, mask=real & (split < count),
+                                      other=float("-inf"), cache_modifier=".cg"))
+    top = gl.where(top == float("-inf"), 0.0, top)
+    total, acc = gl.zeros_like(top), gl.zeros([BLOCK_M, C], gl.float32, flat)
+    for split in gl.static_range(SPLITS):
+        at, held = (line + pair) * SPLITS + split, real & (split < count)
+        weight = gl.exp2(gl.load(lse + at, mask=held, other=float("-inf"), cache_modifier=".cg") - top)
+        value = gl.load(partial + at[:, None] * C + c[None, :], mask=held[:, None], other=0.0, cache_modifier=".cg")
+        total += weight
+        acc += value.to(gl.float32) * weight[:, None]
+    acc = acc / gl.where(total == 0.0, 1.0, total)[:, None]
+    gl.store(out + (line + pair)[:, None] * C + c[None, :], acc.to(out.dtype.element_ty), mask=real[:, None])
+
+
 @gluon.jit(do_not_specialize=["splits", "first_key", "width", "table_stride"])
-def mla_decode_hopper_kernel(query, latent_at, rope_at, page_table, kv_lens, tree_mask, out, lse, scale, kv_scale,
-                             splits, first_key, width, heads, table_stride, C: gl.constexpr, R: gl.constexpr,
-                             BLOCK_M: gl.constexpr, RING: gl.constexpr, PAGE: gl.constexpr, SPLIT: gl.constexpr,
-                             TREE: gl.constexpr, DEPENDENT: gl.constexpr):
+def mla_decode_hopper_kernel(query, latent_at, rope_at, page_table, kv_lens, tree_mask, out, lse, joined, tickets,
+                             scale, kv_scale, splits, first_key, width, heads, table_stride, C: gl.constexpr,
+                             R: gl.constexpr, BLOCK_M: gl.constexpr, RING: gl.constexpr, PAGE: gl.constexpr,
+                             SPLIT: gl.constexpr, TREE: gl.constexpr, JOIN: gl.constexpr, DEPENDENT: gl.constexpr):
     """As ``mla_decode_kernel``, with the same arguments; ``latent_at`` and ``rope_at`` describe the cache
-    [slots, C + R] in tiles of 64 rows of C and of R numbers."""
+    [slots, C + R] in tiles of 64 rows of C and of R numbers. With ``JOIN``, the number of splits, who ends last of
+    those with the same queries joins their parts into ``joined`` [B * W, H, C]."""
     AXIS: gl.constexpr = 0 if BLOCK_M < 64 else 1  # along which keys lie
     s_layout: gl.constexpr = _score_layout(BLOCK_M, gl.num_warps())
     o_layout: gl.constexpr = _sum_layout(BLOCK_M, C, gl.num_warps())
@@ -196,8 +230,7 @@ def mla_decode_hopper_kernel(query, latent_at, rope_at, page_table, kv_lens, tre
     if SPLIT:
         if start >= end:
             return
-    tiles = gl.cdiv(end - start, TILE)
-    table = page_table + row * table_stride
+    tiles, table = gl.cdiv(end - start, TILE), page_table + row * table_stride
     pairs = width * heads
     line = row.to(gl.int64) * pairs  # of the row's first pair
     latent, rope, ready, wide, wide_r = _ring(latent_at, rope_at, table, start, tiles, dtype, C, R, RING, PAGE)
@@ -232,6 +265,9 @@ def mla_decode_hopper_kernel(query, latent_at, rope_at, page_table, kv_lens, tre
     if SPLIT:
         gl.store(lse + at, top + gl.log2(norm), mask=pair < pairs)
     _store(out, acc, norm, kv_scale, at, pair < pairs, C, AXIS)
+    if JOIN > 0:
+        if _last_of(tickets + row * gl.num_programs(0) + block, gl.cdiv(length, each)):
+            _join(out, lse, joined, line, block * BLOCK_M, pairs, gl.cdiv(length, each), JOIN, C, BLOCK_M)
 
 
 def described(kv: Tensor, lora: int) -> tuple[TensorDescriptor, TensorDescriptor]:

@@ -147,13 +147,14 @@ def _place(ids, counts, totals, sorted_pairs, expert_of_block, num_padded, pairs
         tl.store(sorted_pairs + start + rank, pair, mask=chosen < experts)
 
 
-def align(ids: Tensor, experts: int, block_m: int) -> Alignment:
-    """ids int32 or int64 [T, K], numbers below ``experts`` or -1 (left out); ``block_m``: a tile's rows, any number.
+def align(ids: Tensor, experts: int, block_m: int, others: int = 0) -> Alignment:
+    """ids int32 or int64 [T, K]; ``block_m``: a tile's rows, any number. Numbers that are not below ``experts``, or
+    negative, are left out; at least ``others`` of each token are.
 
     One launch for few pairs, three for many.
     """
     pairs, device = ids.numel(), ids.device
-    blocks = max_blocks(pairs, experts, block_m)
+    blocks = max_blocks(pairs - others * ids.shape[0], experts, block_m)
     found = Alignment(*(torch.empty(size, dtype=torch.int32, device=device)
                         for size in (blocks * block_m, blocks, 1)))
     bins = triton.next_power_of_2(experts + 1)

@@ -71,12 +71,18 @@ def chosen(problem: Problem, tokens: int) -> Mapping[str, Config]:
     return tuned.nearest(fitting, tokens) if fitting else rule(problem, tokens)
 
 
+def has_wide_tiles(config: Config, tokens: int) -> bool:
+    """Do everybody's experts get wider tiles than the others? One that took several would be fetched several times."""
+    return config["way"] == "sorted" and config["block_m"] < min(tokens, moe_gemm.WIDE)
+
+
 def products(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor,
-             config: Mapping[str, Config] | None = None) -> tuple[Tensor, bool]:
+             config: Mapping[str, Config] | None = None, shared: int = 0) -> tuple[Tensor, bool]:
     """x [T, H], w13 [E, 2I, H] gates before ups, w2 [E, H, I], ids [T, K] (-1: elsewhere), weights float32 [T, K] ->
     weighted rows [T * K, H] for ``moe_sum`` and False, or their sums [T, H] and True.
 
-    A token names an expert at most once. No step depends on a value on the host.
+    A token names an expert at most once. No step depends on a value on the host. ``shared``: the last so many experts
+    are the last ones of every token's, in order.
     """
     if not len(x):
         return torch.empty_like(x), True
@@ -84,16 +90,17 @@ def products(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor,
         config = chosen(Problem(w13.shape[0], ids.shape[1], w13.shape[2], w2.shape[2], str(x.dtype).split(".")[1]),
                         len(x))
     up, down = config["up"], config["down"]
-    aligned = align(ids, w13.shape[0], up["block_m"]) if up["way"] == "sorted" else None
+    wide = shared if has_wide_tiles(up, len(x)) else 0
+    aligned = align(ids, len(w13) - wide, up["block_m"], wide) if up["way"] == "sorted" else None
     hidden = (moe_gemv.up(x, w13, ids, up) if up["way"] == "gemv" else
-              moe_gemm.up(x, w13, ids, aligned, up))
+              moe_gemm.up(x, w13, ids, aligned, up, wide))
     if down["way"] == "gemv":
         return moe_gemv.down(hidden, w2, ids, weights, down), True
-    return moe_gemm.down(hidden, w2, ids, weights, aligned, down), False
+    return moe_gemm.down(hidden, w2, ids, weights, aligned, down, wide), False
 
 
 def experts(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor,
-            config: Mapping[str, Config] | None = None) -> Tensor:
+            config: Mapping[str, Config] | None = None, shared: int = 0) -> Tensor:
     """:func:`products` added up: [T, H]."""
-    rows, summed = products(x, w13, w2, ids, weights, config)
+    rows, summed = products(x, w13, w2, ids, weights, config, shared)
     return rows if summed else moe_sum(rows, ids)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from glowplug.kernels.triton import moe_gemm, moe_gemv, tuned
 from glowplug.kernels.triton.moe_align import Alignment, align
-from glowplug.kernels.triton.moe_experts import Problem, tile
+from glowplug.kernels.triton.moe_experts import Problem, has_wide_tiles, tile
 from glowplug.kernels.triton.moe_sum import moe_sum
 from glowplug.kernels.triton.tuned import Config
 
@@ -104,19 +104,30 @@ class Bench:
         ids = torch.cat([ids, always], 1)
         return ids, torch.rand(ids.shape, generator=generator, device=device)
 
-    def rows(self, product: str, tokens: int, aligned: Alignment | None) -> Tensor:
+    def wide(self, config: Config, tokens: int) -> int:
+        """Experts with tiles of their own, as ``moe_experts`` has it."""
+        return self.shared if has_wide_tiles(config, tokens) else 0
+
+    def align(self, config: Config, ids: Tensor) -> Alignment | None:
+        wide = self.wide(config, len(ids))
+        return align(ids, len(self.w13) - wide, config["block_m"], wide) if config["way"] == "sorted" else None
+
+    def rows(self, product: str, config: Config, tokens: int, aligned: Alignment | None) -> Tensor:
         """What ``product`` reads of ``tokens`` tokens."""
-        pairs = tokens * self.problem.topk if aligned is None else len(aligned.sorted_pairs)
+        pairs = tokens * self.problem.topk
+        if aligned is not None:
+            pairs = len(aligned.sorted_pairs) + self.wide(config, tokens) * tokens
         rows, depth = (tokens, self.problem.hidden) if product == "up" else (pairs, self.problem.inter)
         return torch.empty(rows, depth, dtype=self.w13.dtype, device=self.w13.device).normal_()
 
     def run(self, product: str, config: Config, x: Tensor, ids: Tensor, weights: Tensor,
             aligned: Alignment | None) -> Tensor:
+        wide = self.wide(config, len(ids))
         if product == "up":
             return (moe_gemv.up(x, self.w13, ids, config) if config["way"] == "gemv" else
-                    moe_gemm.up(x, self.w13, ids, aligned, config))
+                    moe_gemm.up(x, self.w13, ids, aligned, config, wide))
         return (moe_gemv.down(x, self.w2, ids, weights, config) if config["way"] == "gemv" else
-                moe_gemm.down(x, self.w2, ids, weights, aligned, config))
+                moe_gemm.down(x, self.w2, ids, weights, aligned, config, wide))
 
 
 def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 3) -> float:
@@ -139,14 +150,15 @@ def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 3) -> flo
     return min(times)
 
 
-def _compile(problem: Problem, shared: int, wanted: Sequence[tuple[str, Config]]) -> list[str]:
-    """Run each configuration once on a few experts, so that its kernel is in the cache on disk; what failed."""
+def _compile(problem: Problem, shared: int, wanted: Sequence[tuple[str, Config, int]]) -> list[str]:
+    """Run each configuration once for so many tokens of a few experts, so that its kernel is in the cache on disk; what
+    failed."""
     bench = Bench.make(problem, shared, held=problem.topk)
     failed = []
-    for product, config in wanted:
-        ids, weights = bench.routing(16, 0)
-        aligned = align(ids, len(bench.w13), config["block_m"]) if config["way"] == "sorted" else None
-        x = bench.rows(product, 16, aligned)
+    for product, config, tokens in wanted:
+        ids, weights = bench.routing(tokens, 0)
+        aligned = bench.align(config, ids)
+        x = bench.rows(product, config, tokens, aligned)
         try:
             bench.run(product, config, x, ids, weights, aligned)
             torch.cuda.synchronize()
@@ -157,10 +169,16 @@ def _compile(problem: Problem, shared: int, wanted: Sequence[tuple[str, Config]]
     return failed
 
 
+def _alike(config: Config, tokens: int, shared: int) -> int:
+    """A small number of tokens for which the kernel is the same as for ``tokens``."""
+    return min(moe_gemm.WIDE, triton.next_power_of_2(tokens)) if shared and has_wide_tiles(config, tokens) else 16
+
+
 def compile_ahead(problem: Problem, shared: int, tokens: Sequence[int], workers: int) -> set[str]:
     """Compile every candidate, ``workers`` at a time. Returns those that do not compile."""
-    wanted = {json.dumps([product, config]): (product, config) for number in tokens
-              for product in ("up", "down") for config in candidates(product, problem, number)}
+    wanted = {json.dumps([product, config, alike]): (product, config, alike) for number in tokens
+              for product in ("up", "down") for config in candidates(product, problem, number)
+              for alike in (_alike(config, number, shared),)}
     shares = [list(wanted.values())[number::workers] for number in range(workers)]
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
         done = [pool.submit(_compile, problem, shared, share) for share in shares if share]
@@ -170,14 +188,13 @@ def compile_ahead(problem: Problem, shared: int, tokens: Sequence[int], workers:
 def measure(bench: Bench, tokens: int, failed: set[str], deadline: float) -> dict[str, list[Measured]]:
     """Every candidate's time for ``tokens``, fastest first. One of each kind of product at least is measured."""
     routings = [bench.routing(tokens, seed) for seed in range(8 if tokens <= 64 else 3)]
-    aligned = {size: [align(ids, len(bench.w13), size) for ids, _ in routings] for size in (16, 32, 64, 128, 256)}
     found: dict[str, list[Measured]] = {"up": [], "down": []}
     for product in ("up", "down"):
-        x = bench.rows(product, tokens, aligned[max(aligned)][0])
         for config in candidates(product, bench.problem, tokens):
             if json.dumps([product, config]) in failed or (found[product] and time.monotonic() > deadline):
                 continue
-            lists = aligned[config["block_m"]] if config["way"] == "sorted" else [None] * len(routings)
+            lists = [bench.align(config, ids) for ids, _ in routings]
+            x = bench.rows(product, config, tokens, lists[0])
             calls = [lambda r=r, a=a, c=config, p=product, v=x: bench.run(p, c, v, *r, a)
                      for r, a in zip(routings, lists)]
             found[product].append((microseconds(calls), config))

@@ -55,7 +55,8 @@ class CudaExperts:
 
     def apply(self, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor | Parts:
         values = x.values if isinstance(x, Quantized) else x
-        rows, summed = moe_experts.products(values.contiguous(), self.w13, self.w2, ids, weights)
+        rows, summed = moe_experts.products(values.contiguous(), self.w13, self.w2, ids, weights,
+                                            shared=self.shape.shared)
         if summed:
             return rows
         return Parts(rows, ids) if self.shape.parts else moe_sum(rows, ids)

@@ -5,10 +5,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
-from glowplug.kernels.triton import moe_tuning, tuned
+from glowplug.kernels.triton import moe_experts, moe_tuning, tuned
 from glowplug.kernels.triton.moe_experts import Problem, rule, tile
 
 PROBLEM = Problem(66, 8, 2048, 1408, "bfloat16")
@@ -62,6 +63,22 @@ def test_resumes_and_stops_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert set(table) == {1, 8, 32} and json.loads(path.read_text())["8"] == {"kept": True}
     moe_tuning.tune_experts(PROBLEM, 2, path, tokens=(1, 8, 32, 128), seconds=15.0, log=said.append)
     assert done == [1, 32, 128] and list(json.loads(path.read_text())) == ["1", "8", "32", "128"]
+
+
+@pytest.mark.parametrize("tokens", [5, 20])
+def test_what_is_measured_is_what_runs(tokens: int) -> None:
+    """Products with tiles of their own for everybody's experts, by themselves as in ``moe_experts``."""
+    bench = moe_tuning.Bench.make(Problem(7, 4, 48, 40, "float32"), 2, device="cpu")
+    config = {product: tile("sorted", 16, 32, 32, 4, 2) for product in ("up", "down")}
+    ids, weights = bench.routing(tokens, 0)
+    aligned = bench.align(config["up"], ids)
+    assert bench.wide(config["up"], tokens) == (2 if tokens > 16 else 0)
+    x = bench.rows("up", config["up"], tokens, aligned)
+    hidden = bench.run("up", config["up"], x, ids, weights, aligned)
+    assert len(hidden) == len(bench.rows("down", config["down"], tokens, aligned))
+    rows = bench.run("down", config["down"], hidden, ids, weights, aligned)
+    assert torch.equal(rows, moe_experts.products(x, bench.w13, bench.w2, ids, weights, config, 2)[0])
+    assert moe_tuning._alike(config["up"], tokens, 2) == (32 if tokens > 16 else 16)
 
 
 def test_a_table_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -138,3 +138,46 @@ def test_the_first_product_of_every_way(tokens: int) -> None:
     torch.testing.assert_close(placed[: len(places)][real], wanted[places[real]], atol=2e-2, rtol=2e-2)
     present = ids.flatten() >= 0
     torch.testing.assert_close(dense[present], wanted[present], atol=2e-2, rtol=2e-2)
+
+
+def everybodys(given: list[Tensor], shared: int) -> list[Tensor]:
+    """The same with the ``shared`` last experts as every token's last ones, and none of them among the others."""
+    x, w13, w2, ids, weights = given
+    routed = len(w13) - shared
+    last = torch.arange(routed, len(w13), dtype=ids.dtype, device=ids.device).expand(len(ids), -1)
+    others = torch.stack([torch.randperm(routed)[: ids.shape[1] - shared] for _ in ids]).to(ids)
+    gone = ids[:, shared:] < 0
+    return [x, w13, w2, torch.cat([others.masked_fill_(gone, -1), last], 1),
+            torch.cat([weights[:, shared:], torch.ones_like(weights[:, :shared])], 1)]
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 17, 40, 130])
+@pytest.mark.parametrize("shared", [1, 2])
+def test_experts_of_every_token_share_tiles(tokens: int, shared: int) -> None:
+    for number, config in enumerate([*configs(swap=False, tma=False), *configs(swap=True, tma=False)]):
+        if config["up"]["way"] == "dense" and tokens > 40:
+            continue
+        given = everybodys(draw(tokens, 4, 7, 48, 40, 0.3, number), shared)
+        assert error(moe_experts.experts(*given, config, shared), *given) < TOLERANCE
+
+
+@pytest.mark.parametrize("shared", [1, 2])
+def test_vectors_take_them_like_the_others(shared: int) -> None:
+    given = everybodys(draw(2, 4, 7, 48, 40, 0.5, 1), shared)
+    assert error(moe_experts.experts(*given, {"up": GEMV, "down": GEMV}, shared), *given) < TOLERANCE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 8, 24, 33, 64, 100, 128, 129, 200, 256, 512, 1000])
+@pytest.mark.parametrize("sizes", [(8, 66, 2048, 1408), (5, 18, 512, 360)])
+def test_they_do_on_the_device(tokens: int, sizes: tuple[int, ...]) -> None:
+    """The chosen configuration and fixed ones, with poisoned memory, twice."""
+    fixed = [configs(swap=swap, tma=tma)[1] for swap, tma in ((False, False), (True, True), (False, True))]
+    for seed, absent in ((0, 0.0), (1, 0.3)):
+        given = everybodys(draw(tokens, *sizes, absent=absent, seed=seed), 2)
+        poison = torch.full((tokens * sizes[0] * max(sizes[2:]) * 4,), float("nan"), dtype=DTYPE, device=DEVICE)
+        del poison
+        for config in (None, *fixed):
+            found = moe_experts.experts(*given, config, 2)
+            assert error(found, *given) < TOLERANCE, config
+            assert torch.equal(found, moe_experts.experts(*given, config, 2)), "repeats bit by bit"
