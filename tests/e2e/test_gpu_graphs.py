@@ -119,6 +119,14 @@ def test_block_fp8_is_captured(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+def test_dequantised_block_fp8_is_captured_in_float32(tmp_path: Path) -> None:
+    folder, found = folder_of(tmp_path, "v3_fp8"), []
+    for graphs in ({"use": "eager"}, {"use": "cuda_graph", "batch_sizes": [1, 4]}):
+        with engine(folder, quantization={"use": "block_fp8", "activations": "none"}, graphs=graphs) as llm:
+            found.append([tokens(llm, count) for count in (1, 3)])
+    assert found[0] == found[1]
+
+
 def test_auto_captures_and_says_what_it_took(tmp_path: Path) -> None:
     with engine(folder_of(tmp_path, "v3"), graphs={}) as llm:
         assert llm.plan.choice("graphs").name == "cuda_graph"
