@@ -161,7 +161,12 @@ def _build(plan: EnginePlan, rank: int, threads: int | None, link: RankLink, ren
 
     if threads is not None:
         torch.set_num_threads(threads)
-    return build_rank(plan, rank, load_plugins_for(plan), link.report, rendezvous, link.note)
+    def report(phase: str, done: int, total: int) -> None:
+        if phase == "ready":
+            settle_memory()
+        link.report(phase, done, total)
+
+    return build_rank(plan, rank, load_plugins_for(plan), report, rendezvous, link.note)
 
 
 def _serve(engine: Engine, link: RankLink) -> None:
@@ -169,7 +174,6 @@ def _serve(engine: Engine, link: RankLink) -> None:
 
     Every rank that has something to tell the front sends it on its own pipe.
     """
-    settle_memory()
     link.report("serve", 1, 1)
     while True:
         frames, gone = _drain(link.pipe, BEAT if engine.idle else 0.0) if engine.leads else ([], False)
