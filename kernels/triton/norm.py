@@ -59,8 +59,10 @@ def rows_of(x: Tensor) -> Tensor:
     return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 
-def warps_for(block: int) -> int:
-    """Warps of a program that reduces ``block`` elements."""
+def warps_for(block: int, parts: bool = False) -> int:
+    """Warps of a program that reduces ``block`` elements, each of them a sum where there are ``parts``."""
+    if parts and block > 4096:
+        return 32
     return 4 if block <= 1024 else 8 if block <= 4096 else 16
 
 
@@ -81,7 +83,7 @@ def _launch(x: Tensor, weight: Tensor, eps: float, *, ids: Tensor | None = None,
     _norm[(rows,)](x, ids, before, weight, total, plain, values, scales, x.stride(0),
                    0 if before is None else before.stride(0), size, 0 if scales is None else scales.stride(1), eps,
                    GROUPS=groups, PARTS=0 if ids is None else ids.shape[1], ADD=before is not None,
-                   PLAIN=plain is not None, QUANTIZED=quantized is not None, num_warps=warps_for(groups * GROUP),
+                   PLAIN=plain is not None, QUANTIZED=quantized is not None, num_warps=warps_for(groups * GROUP, ids is not None),
                    **dependent.options())
 
 
