@@ -83,8 +83,8 @@ def _launch(x: Tensor, weight: Tensor, eps: float, *, ids: Tensor | None = None,
     _norm[(rows,)](x, ids, before, weight, total, plain, values, scales, x.stride(0),
                    0 if before is None else before.stride(0), size, 0 if scales is None else scales.stride(1), eps,
                    GROUPS=groups, PARTS=0 if ids is None else ids.shape[1], ADD=before is not None,
-                   PLAIN=plain is not None, QUANTIZED=quantized is not None, num_warps=warps_for(groups * GROUP, ids is not None),
-                   **dependent.options())
+                   PLAIN=plain is not None, QUANTIZED=quantized is not None,
+                   num_warps=warps_for(groups * GROUP, ids is not None), **dependent.options())
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
