@@ -45,7 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
                                                                "zero_point": True, "version": "gemm"}},
     "v3_int8": {**CONFIGS["v3"], **_MLA, "q_lora_rank": 256, "quantization_config": {"quant_method": "w8a8_int8"}},
     "llama": {**CONFIGS["llama"], "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2,
-              "head_dim": 64, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": VOCAB,
+              "head_dim": 128, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": VOCAB,
               "torch_dtype": "bfloat16"},
 }
 SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "kv_lora_rank", "qk_nope_head_dim",

@@ -27,7 +27,9 @@ def _tile(at, filled, D: tl.constexpr, BLOCK_D: tl.constexpr):
     return tl.load(at[:, None] + d[None, :], mask=filled[:, None] & (d < D)[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=["splits", "first_key", "width", "table_stride"])
+# NOTE: rows may begin anywhere in a batch's tensors, and a variant for each alignment would be compiled while serving
+@triton.jit(do_not_specialize=["splits", "first_key", "width", "table_stride"],
+            do_not_specialize_on_alignment=["page_table", "kv_lens", "tree_mask"])
 def mha_decode_kernel(query, k_cache, v_cache, page_table, kv_lens, tree_mask, out, lse, scale, splits, first_key,
                       width, kv_heads, table_stride, q_token, q_head, D: tl.constexpr, GROUP: tl.constexpr,
                       slot_stride: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -61,7 +61,8 @@ def _tiles(acc, top, total, q, k_cache, v_cache, table, low, high, end, last, sc
     return acc, top, total
 
 
-@triton.jit(do_not_specialize=["rows", "skip", "heads", "table_stride"])
+@triton.jit(do_not_specialize=["rows", "skip", "heads", "table_stride"],
+            do_not_specialize_on_alignment=["page_table", "kv_lens", "q_starts"])
 def mha_prefill_kernel(q, k_cache, v_cache, page_table, kv_lens, q_starts, out, scale, rows, skip, heads,
                        table_stride, q_token, q_head, slot_stride: tl.constexpr, GROUP: tl.constexpr,
                        FIRST_KEY: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,

@@ -20,7 +20,7 @@ def _copy(source, target, inside, at, MOST: tl.constexpr):
     tl.store(target + at, value.to(target.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def mha_store_kernel(k, v, k_cache, v_cache, slots, k_token, v_token, SIZE: tl.constexpr, BLOCK: tl.constexpr,
                      MOST: tl.constexpr, DEPENDENT: tl.constexpr, LEADS: tl.constexpr):
     """A program: one token's ``SIZE`` numbers of keys and as many of values."""

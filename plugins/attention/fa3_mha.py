@@ -9,10 +9,12 @@ from glowplug.core.errors import Refusal
 from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
 from glowplug.core.options import AttentionOptions
-from glowplug.plugins.attention.library import HOPPER, SGL_KERNEL, SIXTEEN_BITS
+from glowplug.plugins.attention.library import HOPPER, SGL_KERNEL
 
 NAME = "fa3_mha"
-HEADS = (64, 96, 128, 192, 256)  #: numbers of a head that it is compiled for
+HEAD = 128  #: numbers of a head
+# NOTE: a size whose kernel is not in the library's build ends the process, so only what was seen to run is admitted.
+DTYPES = frozenset({"bfloat16"})
 
 
 class Fa3MhaOptions(AttentionOptions):
@@ -20,17 +22,13 @@ class Fa3MhaOptions(AttentionOptions):
 
 
 def check_heads(name: str) -> Check:
-    """Refuses heads of a size that the library is not compiled for, and a cache in another dtype of 16 bits."""
+    """Refuses heads of a size not tried with the library."""
 
     def check(context: CheckContext) -> Iterator[Refusal]:
         model = context.facts.model
-        if model.kind == "mha" and model.head_dim not in HEADS:
-            yield Refusal(name, "attention.use", f"{name} is compiled for heads of {', '.join(map(str, HEADS))} "
-                          f"numbers; this model's have {model.head_dim}", 'attention.use = "auto"')
-        compute, kept = context.values["dtype"], context.values["kv_dtype"]
-        if kept in SIXTEEN_BITS and kept != compute:
-            yield Refusal(name, "attention.kv_dtype", f"{name} reads a cache of the compute dtype {compute}, not "
-                          f"{kept}", 'attention.kv_dtype = "auto"')
+        if model.kind == "mha" and model.head_dim != HEAD:
+            yield Refusal(name, "attention.use", f"{name} takes heads of {HEAD} numbers; this model's have "
+                          f"{model.head_dim}", 'attention.use = "auto"')
 
     return check
 
@@ -42,6 +40,6 @@ def register_attention_backends() -> list[Component]:
         factory="glowplug.plugins.attention.fa3_mha_runtime:Fa3Mha",
         requires=(Package(SGL_KERNEL, ">=0.4.2"), Package("triton", ">=3.5")),
         offers=AttentionOffers(
-            kinds=frozenset({"mha"}), devices=frozenset({"cuda"}), compute=HOPPER, dtypes=SIXTEEN_BITS,
-            kv_dtypes=SIXTEEN_BITS, first_key=True, modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER}),
+            kinds=frozenset({"mha"}), devices=frozenset({"cuda"}), compute=HOPPER, dtypes=DTYPES,
+            kv_dtypes=DTYPES, first_key=True, modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER}),
         summary="multi-head and grouped-query attention by FlashAttention-3 (sgl_kernel), Hopper")]

@@ -7,8 +7,8 @@ from glowplug.core.component import Component, Package
 from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
 from glowplug.core.options import AttentionOptions
-from glowplug.plugins.attention.fa3_mha import check_heads
-from glowplug.plugins.attention.library import HOPPER, SGL_KERNEL, SIXTEEN_BITS
+from glowplug.plugins.attention.fa3_mha import DTYPES, check_heads
+from glowplug.plugins.attention.library import HOPPER, SGL_KERNEL
 
 
 class HopperMhaOptions(AttentionOptions):
@@ -22,8 +22,8 @@ def register_attention_backends() -> list[Component]:
         factory="glowplug.plugins.attention.hopper_mha_runtime:HopperMha",
         requires=(Package(SGL_KERNEL, ">=0.4.2"), Package("triton", ">=3.5")),
         offers=AttentionOffers(
-            kinds=frozenset({"mha"}), devices=frozenset({"cuda"}), compute=HOPPER, dtypes=SIXTEEN_BITS,
-            kv_dtypes=SIXTEEN_BITS | {"fp8_e4m3", "fp8_e5m2"}, tree=True, first_key=True,
+            kinds=frozenset({"mha"}), devices=frozenset({"cuda"}), compute=HOPPER, dtypes=DTYPES,
+            kv_dtypes=DTYPES | {"fp8_e4m3", "fp8_e5m2"}, tree=True, first_key=True,
             modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER}),
         summary="multi-head and grouped-query attention on Hopper, decoding rows by what was measured fastest for "
                 "their number and heads (Triton or FlashAttention-3; table in attention/measured.py), prefill by "

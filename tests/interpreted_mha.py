@@ -1,0 +1,21 @@
+"""A plugin for tests: ``triton_mha`` on the CPU, for an interpreter of Triton, so that engines run over its kernels."""
+from __future__ import annotations
+
+from typing import Literal
+
+from glowplug.core.component import Component
+from glowplug.core.hookspecs import hookimpl
+from glowplug.core.offers import EVERY_MODE_GRAPH, AttentionOffers
+from glowplug.core.options import AttentionOptions
+
+
+class InterpretedMhaOptions(AttentionOptions):
+    use: Literal["interpreted_mha"] = "interpreted_mha"
+
+
+@hookimpl
+def register_attention_backends() -> list[Component]:
+    return [Component(
+        name="interpreted_mha", options=InterpretedMhaOptions,
+        factory="glowplug.plugins.attention.triton_mha_runtime:TritonMha",
+        offers=AttentionOffers(kinds=frozenset({"mha"}), modes=dict(EVERY_MODE_GRAPH), tree=True, first_key=True))]
