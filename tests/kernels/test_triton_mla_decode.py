@@ -140,3 +140,13 @@ def test_the_tiling_fills_the_device() -> None:
             assert cut.splits <= (1 << 14) // cut.block_n
             assert programs / (-(-programs // 132) * 132) > 2 / 3
     assert kernel.tiling(1, 1, 16, 64, half, half, True).splits == 1
+
+
+def test_a_step_of_some_rows_has_no_more_parts_than_are_joined() -> None:
+    parts = {rows: kernel.tiling(rows, 1, 16, 4096, torch.bfloat16, torch.bfloat16, True).splits
+             for rows in (1, 7, 8, 12, 32, 66, 128)}
+    assert parts[1] > parts[7] > kernel.JOINED == parts[8] == parts[12] > parts[32] > parts[66] > parts[128] == 1
+    assert kernel.tiling(8, 1, 16, 1 << 14, torch.bfloat16, torch.bfloat16, True).splits > kernel.JOINED
+    others = (kernel.tiling(8, 1, 128, 4096, torch.bfloat16, torch.bfloat16, True),
+              kernel.tiling(8, 1, 16, 4096, torch.bfloat16, torch.bfloat16))
+    assert others[0].block_m == 64 and others[1].splits > kernel.JOINED
