@@ -5,7 +5,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from glowplug.core.batch import LogprobTensors
+from glowplug.core.batch import Batch, LogprobTensors
 from glowplug.core.protocols import Limits, Sampled
 from glowplug.core.request import MAX_LOGPROBS, SamplingParams
 from glowplug.kernels import sampling as reference
@@ -67,6 +67,7 @@ class TritonSampler(TorchSampler):
         self._floats.upload()
         self._ints.upload()
         none = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self._step_logprobs = MAX_LOGPROBS
         for self._step in (CUT | Feature.LOGPROBS, CUT | EDITED):
             sampled = self.sample(torch.zeros(1, self._vocab, device=self._device), none, none)
             self.observe(sampled.tokens[:, None], torch.ones(1, dtype=torch.int32, device=self._device), none)
@@ -115,12 +116,16 @@ class TritonSampler(TorchSampler):
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
+    def plan_step(self, batch: Batch) -> None:
+        super().plan_step(batch)
+        if self._step & Feature.LOGPROBS:
+            self._step_logprobs = MAX_LOGPROBS  # however many are wanted: the kernel is compiled for one number of them
+
     def capture_key(self) -> str | None:
         """NOTE: replayed steps do what every step of that word may need; rows ask for the rest by their columns."""
         for word, features in REPLAYED.items():
             if not self._step & ~features and not (self._moved and features.edits):
                 self._step = features
-                self._step_logprobs = min(MAX_LOGPROBS, self._vocab) if features & Feature.LOGPROBS else 0
                 return word
         return None
 
