@@ -123,7 +123,7 @@ def rule(tokens: int, per_token: int, experts: int) -> Mapping[str, Config]:
     """{"up", "down"} where nothing was measured; "dense" where the alignment is to be spared."""
     load = tokens * per_token / experts
     if load <= 64:
-        block = 16 if load <= 12 else 32 if load <= 28 else 64
+        block = 16 if load <= 24 else 32 if load <= 28 else 64
         each = {"dense": int(tokens <= DENSE), "block_m": block, "block_n": 64, "warps": 4, "stages": 4}
         return {"up": each, "down": each}
     each = {"dense": 0, "block_m": 128, "block_n": 64, "warps": 4, "stages": 3, "group": 8}

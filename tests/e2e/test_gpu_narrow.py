@@ -43,16 +43,22 @@ def log_probabilities(folder: Path, device: str, **config: Any) -> tuple[np.ndar
 @pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("name", MODELS)
 def test_log_probabilities_are_the_cpus(name: str, kind: str, tmp_path: Path) -> None:
-    """The CPU dequantises the same weights, rounds the same activations and multiplies in float32."""
+    """The CPU dequantises the same weights, rounds the same activations and multiplies in float32.
+
+    With activations in bfloat16 many round to another code: the card may be as far off as the CPU is in bfloat16.
+    """
     config, quantise = CASES[kind]
     stored, _ = quantise(float_tensors(tiny_facts(name, **MODELS[name])))
     folder = write_folder(tmp_path, name, stored, config, **MODELS[name])
     options = {} if kind == "awq" else {"quantization": {"use": "w8a8_int8", "activations": "dynamic"}}
     wanted, _ = log_probabilities(folder, "cpu", dtype="float32", **options)
+    rough, _ = log_probabilities(folder, "cpu", dtype="bfloat16", **options)
+    bound = max(0.02, 1.2 * np.abs(rough - wanted).mean())
     graphs, answers = log_probabilities(folder, "cuda", dtype="bfloat16", **options)
     eager, _ = log_probabilities(folder, "cuda", dtype="bfloat16", graphs={"use": "eager"}, **options)
     for found in (graphs, eager):
-        assert np.isfinite(found).all() and np.abs(found - wanted).mean() <= 0.03, np.abs(found - wanted).mean()
+        shift = np.abs(found - wanted).mean()
+        assert np.isfinite(found).all() and shift <= bound, (shift, bound)
     assert len({token for row in answers for token in row}) > 5
 
 
