@@ -29,7 +29,7 @@ from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Collectives, GraphRunner, Limits, Model, Worker
 from glowplug.core.runner import Runner
 from glowplug.core.sizing import human
-from glowplug.core.warmup import FEW_PAGES, most_captured, most_logits, most_tokens, warm_up
+from glowplug.core.warmup import FEW_PAGES, most_captured, most_logits, most_tokens, steps_between, warm_up
 
 RUNTIME = "cuda runtime"
 FIXES = ("a smaller scheduler.chunk_size, fewer scheduler.max_running_requests, a smaller memory.fraction, "
@@ -181,6 +181,7 @@ class RankMemory:
             self.gauge.settle()
             for line, run in self._steps(runner):
                 self._peak(runner, line, run)
+            steps_between(runner, self.plan)
             self.gauge.restart()
 
     # ---- words ------------------------------------------------------------------------------------------------------

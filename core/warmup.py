@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from glowplug.core.batch import Batch, idle_batch, shape_of
 from glowplug.core.errors import GlowplugError
 from glowplug.core.offers import Mode
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan import EnginePlan, Sizes
 from glowplug.core.protocols import RequestRouter
 from glowplug.core.request import MAX_LOGPROBS, SamplingParams, Sequence
 from glowplug.core.runner import Runner
@@ -24,6 +24,8 @@ SHORT_TOKENS = 13  #: the shortest: other kernels, and a captured pass where the
 FEW_PAGES = 2  #: enough of a pool for every step here
 CACHED_CHUNKS = 1  #: chunks before the one whose memory is measured; backends read longer prefixes in pieces
 SCORED = 257  #: tokens of a prompt that is scored: a whole piece of what the runner scores at a time
+BETWEEN = 24  #: steps with prompts between the captured and the largest ones, each with one decoding row more
+EVEN = 16  #: kernels are compiled apart for numbers that it divides
 EVERYTHING = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, presence_penalty=0.1,
                             repetition_penalty=1.1, logprobs=MAX_LOGPROBS, allowed_token_ids=[0, 1, 2],
                             logit_bias={1: 1.0}, max_tokens=1, seed=0)
@@ -86,6 +88,44 @@ def most_logits(runner: Runner, plan: EnginePlan) -> None:
     batch = _decoding(plan, sizes.max_running, min(sizes.context_length, WARM_TOKENS + sizes.width))
     _run_joined(runner, batch, EVERYTHING)
     _score_prompt(runner, plan)
+
+
+def steps_between(runner: Runner, plan: EnginePlan) -> None:
+    """Steps with prompts that no graph holds, of more and more tokens and beside more and more decoding rows.
+
+    Which kernels run, and how they are compiled, depends on both numbers; no request is to wait for a compiler.
+    """
+    for decodes, tokens in counts_between(plan.sizes):
+        runner.launch(_mixed(plan, decodes, tokens - decodes)).wait()  # of garbage, finite or not
+
+
+def counts_between(sizes: Sizes) -> list[tuple[int, int]]:
+    """(decoding rows, tokens) of those steps. Tokens are odd and divisible by EVEN in turn."""
+    least = sizes.pass_tokens[-1] if sizes.pass_tokens else 0
+    found = []
+    for count in range(1, min(BETWEEN, sizes.max_running - 1) + 1):
+        tokens = least + (sizes.chunk_size - least) * count // BETWEEN
+        tokens = tokens // EVEN * EVEN if count % 2 else tokens - 1 + tokens % 2
+        decodes = count if sizes.width == 1 else 0
+        if tokens > decodes:
+            found.append((decodes, tokens))
+    return found
+
+
+def _mixed(plan: EnginePlan, decodes: int, tokens: int) -> Batch:
+    """So many decoding rows and chunks of ``tokens`` prompt tokens, none of which ends its prompt."""
+    sizes = plan.sizes
+    longest = min(sizes.chunk_size, sizes.context_length - sizes.width)
+    whole, rest = divmod(tokens, longest)
+    chunks = ([longest] * whole + [rest] * (rest > 0))[: sizes.max_running - decodes]
+    lengths = np.array([1] * decodes + chunks, np.int32)
+    batch = _scratch_batch(plan, Mode.PREFILL, len(lengths), 1, chunks[0], _ids(plan, sum(chunks)))
+    batch.num_decodes, batch.query_lens = decodes, lengths
+    batch.kv_lens = np.maximum(lengths, np.where(np.arange(len(lengths)) < decodes, chunks[0], 0)).astype(np.int32)
+    batch.samples[decodes:] = False
+    batch.next_ids = np.zeros(len(chunks), np.int32)
+    batch.agreed = shape_of(batch)
+    return batch
 
 
 def _run_joined(runner: Runner, batch: Batch, params: SamplingParams) -> None:

@@ -93,7 +93,7 @@ def _by_expert(ids, sorted_pairs, expert_of_block, num_padded, pairs, experts, b
         place += tl.sum(mine.to(tl.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def _count(ids, counts, pairs, experts, chunks, BINS: tl.constexpr, SPAN: tl.constexpr,
            DEPENDENT: tl.constexpr):
     """counts [BINS, chunks]: how often each chunk of ids names each expert."""
@@ -119,7 +119,7 @@ def _scan(counts, totals, chunks, SPAN: tl.constexpr, DEPENDENT: tl.constexpr):
     tl.store(totals + tl.program_id(0), total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks", "blocks"])
 def _place(ids, counts, totals, sorted_pairs, expert_of_block, num_padded, pairs, experts, chunks, blocks,
            BLOCK_M: tl.constexpr, BINS: tl.constexpr, SPAN: tl.constexpr, WIDTH: tl.constexpr,
            DEPENDENT: tl.constexpr):

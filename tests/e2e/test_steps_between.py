@@ -1,0 +1,51 @@
+"""Steps with prompts between the captured and the largest ones are tried before any request."""
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from glowplug import LLM, SamplingParams
+from glowplug.core.batch import Batch
+from glowplug.core.offers import Mode
+from glowplug.core.runner import InFlight, Runner
+from glowplug.core.warmup import BETWEEN, steps_between
+from tests.tiny import write_config
+
+PROMPTS = [[5, 6, 7], [8, 9], [1] * 40]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+def tiny(tmp_path: Path, rows: int) -> LLM:
+    return LLM(model=str(write_config(tmp_path, "v3")), weights={"use": "random"}, device="cpu", skip_tokenizer=True,
+               memory={"kv_tokens": 2048}, context_length=128,
+               scheduler={"max_running_requests": rows, "chunk_size": 256})
+
+
+@pytest.mark.parametrize(("rows", "passes"), [(64, ()), (64, (16, 64)), (5, ())])
+def test_they_reach_every_number_and_leave_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int,
+                                                    passes: tuple[int, ...]) -> None:
+    with tiny(tmp_path, rows) as llm:
+        runner = llm._executor._engine.runner  # type: ignore[attr-defined]
+        before = [done.token_ids for done in llm.generate(PROMPTS, GREEDY)]
+        tried: list[Batch] = []
+        launch = Runner.launch
+
+        def watch(self: Runner, batch: Batch) -> InFlight:
+            tried.append(batch)
+            return launch(self, batch)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Runner, "launch", watch)
+            steps_between(runner, replace(llm.plan, sizes=replace(llm.plan.sizes, pass_tokens=passes)))
+        assert [done.token_ids for done in llm.generate(PROMPTS, GREEDY)] == before
+    tokens = [batch.num_tokens for batch in tried]
+    assert tokens == sorted(tokens) and tokens[-1] <= 256 + 64
+    assert {batch.mode for batch in tried} == {Mode.PREFILL}
+    assert all(not batch.samples[batch.num_decodes :].any() for batch in tried)
+    if rows == 64:
+        assert [batch.num_decodes for batch in tried][-1] == BETWEEN
+        assert {count % 16 == 0 for count in tokens} == {True, False} and {count % 2 for count in tokens} == {0, 1}
+        assert min(tokens) > (passes[-1] - 16 if passes else 0)
+        assert max(later - earlier for earlier, later in zip(tokens, tokens[1:])) <= 32

@@ -1,0 +1,99 @@
+"""Which variants of kernels a step launches, by its numbers of tokens, found without a GPU: a script that prints JSON.
+
+Launches are recorded instead of done: constants, dtypes, and how Triton specialises integers and pointers. Printed are
+kernels with variants that steps of the warm-up and captured ones do not reach, with token counts that do. The shapes
+are DeepSeek-V2-Lite's with the tables of an H200.
+"""
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from triton.runtime.jit import JITFunction
+
+from glowplug.core.plan import Sizes
+from glowplug.core.warmup import counts_between
+from glowplug.kernels.triton import dependent, mla_decode, moe_experts, norm, route, tuned
+from glowplug.plugins.graphs.cuda_graph import default_sizes
+
+HIDDEN, EXPERTS, SHARED, TOPK, INTER, HEADS, CONTEXT, PAGE = 2048, 64, 2, 6, 1408, 16, 4096, 64
+BF16 = torch.bfloat16
+Launches = defaultdict[str, dict[Any, list[int]]]
+
+
+def specialised(value: object, param: Any) -> object:
+    """What of an argument makes another variant."""
+    if param.is_constexpr:
+        return repr(value)
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), value.data_ptr() % 16 == 0
+    if isinstance(value, int) and not param.do_not_specialize:
+        return value == 1, value % 16 == 0, value < 2**31
+    return type(value).__name__
+
+
+def record(into: Launches, now: SimpleNamespace) -> None:
+    def run(self: Any, *args: Any, **given: Any) -> None:
+        given = {name: value for name, value in given.items() if name not in ("grid", "warmup")}
+        bound = dict(zip([param.name for param in self.params], args)) | given
+        key = tuple((param.name, specialised(bound.get(param.name, param.default), param)) for param in self.params)
+        rest = tuple(sorted((name, repr(value)) for name, value in given.items() if name.startswith("num_")))
+        into[self.fn.__name__].setdefault((key, rest), []).append(now.count)
+
+    JITFunction.run = run  # type: ignore[method-assign]
+    dependent.options = lambda: {"DEPENDENT": True, "launch_pdl": True}
+    tuned.device_name, tuned.triton_version = (lambda: "NVIDIA_H200"), (lambda: "3.6")
+
+
+def cold(launches: Launches, warm: set[int]) -> dict[str, list[list[int]]]:
+    found = {name: [counts[:8] for counts in variants.values() if not warm & set(counts)]
+             for name, variants in launches.items()}
+    return {name: counts for name, counts in found.items() if counts}
+
+
+def token_launches(counts: list[int]) -> Launches:
+    """Gate, experts and norms of steps of so many tokens."""
+    found, now = Launches(dict), SimpleNamespace(count=0)
+    record(found, now)
+    gate = torch.empty(EXPERTS, HIDDEN)
+    w13 = torch.empty(EXPERTS + SHARED, 2 * INTER, HIDDEN, dtype=BF16)
+    w2 = torch.empty(EXPERTS + SHARED, HIDDEN, INTER, dtype=BF16)
+    for now.count in counts:
+        x = torch.empty(now.count, HIDDEN, dtype=BF16)
+        route.route(x, gate, None, TOPK, 1, 1, False, 1.0, SHARED)
+        ids = torch.empty(now.count, TOPK + SHARED, dtype=torch.int32)
+        moe_experts.experts(x, w13, w2, ids, torch.empty(ids.shape), shared=SHARED)
+        norm.add_rms_norm(x, x.clone(), x[0], 1e-6)
+    return found
+
+
+def row_launches(counts: list[int]) -> Launches:
+    """Latent attention of so many decoding rows."""
+    found, now = Launches(dict), SimpleNamespace(count=0)
+    record(found, now)
+    kv, scale = torch.empty(4 * PAGE, 576, dtype=BF16), 0.1
+    for now.count in counts:
+        query = torch.empty(now.count, HEADS, 576, dtype=BF16)
+        table = torch.zeros(now.count, CONTEXT // PAGE, dtype=torch.int32)
+        cut = mla_decode.tiling(now.count, 1, HEADS, CONTEXT, BF16, BF16, True)
+        mla_decode.mla_decode(query, kv, table, torch.ones(now.count, dtype=torch.int32), scale, PAGE, 512, cut)
+    return found
+
+
+def main() -> None:
+    passes = (16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1536)
+    sizes = Sizes(context_length=CONTEXT, max_running=256, max_queued=1024, max_step_tokens=8448, chunk_size=8192,
+                  page_size=PAGE, num_pages=4096, kv_bytes=0, pass_tokens=passes)
+    tried = counts_between(sizes)
+    tokens = {tokens for _, tokens in tried} | {*passes, 13, 2048, 8192, 8447, 8448}
+    rows = {rows for rows, _ in tried} | {rows for rows in default_sizes() if rows <= 256}
+    every = [*range(passes[-1] + 1, 8449, 13), *range(2048, 8449, 128)]
+    print(json.dumps({"tokens": cold(token_launches([*sorted(tokens), *every]), tokens),
+                      "rows": cold(row_launches([*sorted(rows), *range(1, 257)]), rows)}))
+
+
+if __name__ == "__main__":
+    main()
