@@ -43,7 +43,7 @@ def record(into: Launches, now: SimpleNamespace) -> None:
         rest = tuple(sorted((name, repr(value)) for name, value in given.items() if name.startswith("num_")))
         into[self.fn.__name__].setdefault((key, rest), []).append(now.count)
 
-    JITFunction.run = run  # type: ignore[method-assign]
+    JITFunction.run = run
     dependent.options = lambda: {"DEPENDENT": True, "launch_pdl": True}
     tuned.device_name, tuned.triton_version = (lambda: "NVIDIA_H200"), (lambda: "3.6")
 
