@@ -164,7 +164,7 @@ def test_warm_up_tries_a_step_in_which_only_one_group_has_work(tmp_path: Path, p
     monkeypatch.setattr(Runner, "launch", watch)
     with engine(tmp_path, plugins, 4, 2) as ranks:
         tried = [modes[id(one.runner)] for one in ranks.engines]
-        both = [Mode.PREFILL, Mode.DECODE]
+        both = [Mode.PREFILL, Mode.PREFILL, Mode.DECODE]
         assert tried == [[*both, Mode.DECODE]] * 2 + [[*both, Mode.IDLE]] * 2
         assert ranks.idle
 
