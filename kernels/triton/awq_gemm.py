@@ -190,10 +190,7 @@ def rule(rows: int, columns: int, depth: int) -> Config:
 
 @lru_cache(maxsize=4096)
 def config_for(rows: int, columns: int, depth: int) -> Config:
-    found = tuned.table(tuned.file_name(f"N={columns},K={depth}", DTYPE))
-    if not found or rows > 2 * max(found):  # tiles for few rows are no good for many
-        return rule(rows, columns, depth)
-    return tuned.nearest(found, rows)
+    return tuned.measured_for(tuned.file_name(f"N={columns},K={depth}", DTYPE), rows) or rule(rows, columns, depth)
 
 
 def gemm(x: Tensor, packed: Tensor, factors: Tensor, group: int, bias: Tensor | None = None,

@@ -180,10 +180,7 @@ def fetch_of(tile: int) -> int:
 @lru_cache(maxsize=4096)
 def config_for(tokens: int, per_token: int, experts: int, inter: int, hidden: int) -> Config:
     """``first`` and ``second`` product, rows a tile (``BLOCK_M``), and whether the first activates (``FUSE``)."""
-    found = tuned.table(table_name(experts, inter, hidden))
-    if found is None or tokens > 2 * max(found):  # tiles for few rows are no good for many
-        return rule(tokens, per_token, experts)
-    return tuned.nearest(found, tokens)
+    return tuned.measured_for(table_name(experts, inter, hidden), tokens) or rule(tokens, per_token, experts)
 
 
 def _held(weight: Tensor, block_n: int, tma: bool) -> Tensor | TensorDescriptor:

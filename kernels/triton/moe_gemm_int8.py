@@ -113,12 +113,8 @@ def rule(tokens: int, per_token: int, experts: int) -> Mapping[str, Config]:
 @lru_cache(maxsize=1024)
 def config_for(tokens: int, per_token: int, experts: int, inter: int, hidden: int) -> Mapping[str, Config]:
     """A table's configuration for the nearest number of tokens; without one the rule's."""
-    found = tuned.table(tuned.file_name(f"E={experts},N={inter},H={hidden}", DTYPE)) or {}
-    fitting = {number: config for number, config in found.items()
-               if not config["up"]["dense"] or config["up"]["block_m"] >= tokens}
-    if not fitting or tokens > 2 * max(fitting):
-        return rule(tokens, per_token, experts)
-    return tuned.nearest(fitting, tokens)
+    name = tuned.file_name(f"E={experts},N={inter},H={hidden}", DTYPE)
+    return tuned.narrow_experts_for(name, tokens) or rule(tokens, per_token, experts)
 
 
 def experts(x: Tensor, x_scales: Tensor, w13: Tensor, scales13: Tensor, w2: Tensor, scales2: Tensor, ids: Tensor,

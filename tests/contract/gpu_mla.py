@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from glowplug.core.batch import Batch
 from glowplug.core.protocols import AttentionBackend, RopeRows
 from glowplug.core.testing.attention_suite import MhaCase, MlaCase, MlaSuite
 from glowplug.core.testing.paged_world import Row, World, make_world, random_rows
 from glowplug.kernels import fp8, rope
 from glowplug.kernels.norm import rms_norm_reference
+from tests.contract.gpu_slots import padded, refill
 
 EPS = 1e-6
 
@@ -141,7 +141,7 @@ class GpuMlaSuite(ProjectedSuite):
             pool[: self.page_size] = 0.0
             real = 4 * width  # tokens; those behind are padding, which all write to one place
             backend.reserve(worlds[0].limits(({"kv": pool},)))
-            static = self.padded(worlds[0].batch, width, first_key)
+            static = padded(width, first_key, self.page_size, self.device, self.cached)
             given = Projections(self, static.num_tokens, 0)
             backend.plan_step(static, slot)
             given.give(backend, True, layer)
@@ -154,7 +154,7 @@ class GpuMlaSuite(ProjectedSuite):
                 fresh = Projections(self, static.num_tokens, number)
                 given.wide.copy_(fresh.wide)
                 given.cos_sin.copy_(fresh.cos_sin)
-                self.refill(static, world.batch, offset, self.page_size)
+                refill(static, world.batch, offset, self.page_size)
                 backend.plan_step(static, slot)
                 graph.replay()
                 replayed = out.clone()
@@ -171,25 +171,3 @@ class GpuMlaSuite(ProjectedSuite):
         world.fill("kv", (self.lora + self.rope,), torch.Generator().manual_seed(seed), self.cached)
         world.move(self.device, self.cached)
         return world
-
-    def padded(self, like: Batch, width: int, first_key: int) -> Batch:
-        """A slot's batch of six rows, all of them padding so far."""
-        world = make_world([Row(width + first_key, width) for _ in range(6)], self.page_size, 0)
-        world.move(self.device, self.cached)
-        batch = world.batch
-        batch.first_key = first_key
-        batch.pages = np.zeros((6, 24), np.int32)
-        batch.page_table = torch.zeros(6, 24, dtype=torch.int32, device=self.device)
-        batch.slots.zero_()
-        return batch
-
-    @staticmethod
-    def refill(static: Batch, batch: Batch, offset: int, page_size: int) -> None:
-        """Put the rows of ``batch`` first, their pages ``offset`` further on; the last rows stay padding."""
-        rows, tokens, columns = batch.num_rows, batch.num_tokens, batch.page_table.shape[1]
-        moved = batch.page_table + offset * (batch.page_table > 0)
-        static.page_table[:rows, :columns] = moved[:, : static.page_table.shape[1]]
-        static.pages[:] = static.page_table.cpu().numpy()
-        static.kv_lens_device[:rows] = batch.kv_lens_device
-        static.kv_lens[:rows] = batch.kv_lens
-        static.slots[:tokens] = batch.slots + offset * page_size

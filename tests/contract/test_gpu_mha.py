@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from glowplug.core.batch import Batch
 from glowplug.core.facts import ModelFacts
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import AttentionBackend, Worker
 from glowplug.core.testing.attention_suite import MhaCase, MhaSuite, MlaCase
 from glowplug.core.testing.paged_world import Row, World, make_world
+from tests.contract.gpu_slots import padded, refill
 
 pytestmark = pytest.mark.gpu
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -68,7 +68,7 @@ class GpuMhaSuite(MhaSuite):
             for cache in pool.values():
                 cache[: self.page_size] = 0.0
             backend.reserve(worlds[0].limits((pool,)))
-            static = self.padded(width, first_key)
+            static = padded(width, first_key, self.page_size, self.device, self.cached)
             given = [torch.zeros(static.num_tokens, *shape, device=self.device, dtype=self.dtype)
                      for shape in (*self.queries, *self.entries.values())]
             backend.plan_step(static, slot)
@@ -81,7 +81,7 @@ class GpuMhaSuite(MhaSuite):
             for world in worlds:
                 for x in given:
                     x.copy_(torch.randn(x.shape, generator=generator))
-                self.refill(static, world.batch, offset, self.page_size)
+                refill(static, world.batch, offset, self.page_size)
                 backend.plan_step(static, slot)
                 out.fill_(float("nan"))
                 graph.replay()
@@ -100,28 +100,6 @@ class GpuMhaSuite(MhaSuite):
             world.fill(name, shape, torch.Generator().manual_seed(seed), self.cached)
         world.move(self.device, self.cached)
         return world
-
-    def padded(self, width: int, first_key: int) -> Batch:
-        """A slot's batch of six rows, all of them padding so far."""
-        world = make_world([Row(width + first_key, width) for _ in range(6)], self.page_size, 0)
-        world.move(self.device, self.cached)
-        batch = world.batch
-        batch.first_key = first_key
-        batch.pages = np.zeros((6, 24), np.int32)
-        batch.page_table = torch.zeros(6, 24, dtype=torch.int32, device=self.device)
-        batch.slots.zero_()
-        return batch
-
-    @staticmethod
-    def refill(static: Batch, batch: Batch, offset: int, page_size: int) -> None:
-        """Put the rows of ``batch`` first, their pages ``offset`` further on; the last rows stay padding."""
-        rows, tokens, columns = batch.num_rows, batch.num_tokens, batch.page_table.shape[1]
-        moved = batch.page_table + offset * (batch.page_table > 0)
-        static.page_table[:rows, :columns] = moved[:, : static.page_table.shape[1]]
-        static.pages[:] = static.page_table.cpu().numpy()
-        static.kv_lens_device[:rows] = batch.kv_lens_device
-        static.kv_lens[:rows] = batch.kv_lens
-        static.slots[:tokens] = batch.slots + offset * page_size
 
 
 class TestTriton(GpuMhaSuite):

@@ -1,0 +1,31 @@
+"""A graph slot's batch as attention tests on a GPU need it: fixed memory, padding first, rows put in later."""
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from glowplug.core.batch import Batch
+from glowplug.core.testing.paged_world import Row, make_world
+
+
+def padded(width: int, first_key: int, page_size: int, device: str, cached: torch.dtype) -> Batch:
+    """A slot's batch of six rows, all of them padding so far."""
+    world = make_world([Row(width + first_key, width) for _ in range(6)], page_size, 0)
+    world.move(device, cached)
+    batch = world.batch
+    batch.first_key = first_key
+    batch.pages = np.zeros((6, 24), np.int32)
+    batch.page_table = torch.zeros(6, 24, dtype=torch.int32, device=device)
+    batch.slots.zero_()
+    return batch
+
+
+def refill(static: Batch, batch: Batch, offset: int, page_size: int) -> None:
+    """Put the rows of ``batch`` first, their pages ``offset`` further on; the last rows stay padding."""
+    rows, tokens, columns = batch.num_rows, batch.num_tokens, batch.page_table.shape[1]
+    moved = batch.page_table + offset * (batch.page_table > 0)
+    static.page_table[:rows, :columns] = moved[:, : static.page_table.shape[1]]
+    static.pages[:] = static.page_table.cpu().numpy()
+    static.kv_lens_device[:rows] = batch.kv_lens_device
+    static.kv_lens[:rows] = batch.kv_lens
+    static.slots[:tokens] = batch.slots + offset * page_size
