@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from glowplug.core.errors import GlowplugError, PlanRefused, PluginLoadError
+from glowplug.entrypoints.exit_codes import FAILED, OK, REFUSED
 from glowplug.entrypoints.flags import Parser
-
-OK, FAILED, REFUSED = 0, 1, 2
 
 
 @dataclass(frozen=True)

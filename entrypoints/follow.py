@@ -12,12 +12,12 @@ from glowplug.core.options import ServerOptions
 from glowplug.core.plan import EnginePlan
 from glowplug.core.plugins import PluginSet
 from glowplug.core.protocols import Executor
+from glowplug.entrypoints import exit_codes
 
 logger = logging.getLogger("glowplug.server")
 
 LOOK = 0.5  #: seconds between looks at signals
 MARGIN = 10.0  #: seconds beyond the front's own drain limit
-SECOND_SIGNAL_EXIT = 130
 
 
 def follow(plan: EnginePlan, plugins: PluginSet, executor: Executor) -> int:
@@ -32,15 +32,15 @@ def follow(plan: EnginePlan, plugins: PluginSet, executor: Executor) -> int:
         _supervise(executor, ServerOptions.model_validate(plan.config.get("server", {})).drain_timeout)
     except EngineStopped:
         logger.info("the engine has ended")
-        return 0
+        return exit_codes.OK
     except PlanRefused:
         raise
     except EngineDead as error:
         logger.error("the engine has stopped: %s", error)
-        return 1
+        return exit_codes.FAILED
     finally:
         executor.stop()
-    return 0
+    return exit_codes.OK
 
 
 def _supervise(executor: Executor, drain: float) -> None:
@@ -49,7 +49,7 @@ def _supervise(executor: Executor, drain: float) -> None:
 
     def note(number: int, frame: FrameType | None) -> None:
         if signals:
-            os._exit(SECOND_SIGNAL_EXIT)
+            os._exit(exit_codes.SECOND_SIGNAL)
         signals.append(time.monotonic())
         logger.info("waiting for host 0 to end the engine; a second signal exits at once")
 

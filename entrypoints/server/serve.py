@@ -19,13 +19,13 @@ from typing import Any, NoReturn
 import uvicorn
 
 from glowplug.core.collecting import settle_memory
-from glowplug.core.errors import GlowplugError
+from glowplug.core.errors import GlowplugError, PlanRefused
 from glowplug.core.options import LogOptions, ServerOptions
 from glowplug.core.plan import EnginePlan
 from glowplug.core.plugins import PluginSet
 from glowplug.core.protocols import Executor, OutputParserFactory, Worker
 from glowplug.core.tokenizer import Tokenizer
-from glowplug.entrypoints import event_loop
+from glowplug.entrypoints import event_loop, exit_codes
 from glowplug.entrypoints.client import EngineClient
 from glowplug.entrypoints.follow import follow
 from glowplug.entrypoints.launch import eos_ids, make_executor, open_tokenizer, start_executor
@@ -39,11 +39,11 @@ logger = logging.getLogger("glowplug.server")
 LAST_WORDS = 2.0  #: seconds for answers on their way out once the engine has stopped
 SWITCH = 0.0005  #: seconds after which the thread that reads the engine's frames gets its turn; Python's own is 5 ms
 KEEP_ALIVE = 75  #: seconds an idle connection is kept
-SECOND_SIGNAL_EXIT = 130
 
 
 def main(plan: EnginePlan, plugins: PluginSet) -> int:
-    """Serve until a signal. Exit code 0 after a drain, 1 when the port is taken, loading fails or the engine dies.
+    """Serve until a signal. Exit code 0 after a drain, 1 when the port is taken, loading fails or the engine dies,
+    2 when hosts do not agree and nothing was loaded.
 
     On a host that only lends its ranks there is no HTTP: see ``follow``.
     """
@@ -155,6 +155,7 @@ class Server:
             app, http=GuardedProtocol, ws="none", lifespan="off", log_config=None, access_log=False,
             server_header=False, timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=int(LAST_WORDS)))
         self._signalled = asyncio.Event()
+        self._failed = exit_codes.FAILED
 
     async def run(self, make: Callable[[], Executor] | None) -> int:
         with self._signals():
@@ -183,13 +184,16 @@ class Server:
         await asyncio.gather(starting, return_exceptions=True)
         logger.error("the engine has stopped: %s", self._client.reason)
         await self._context.jobs.wait_idle(LAST_WORDS)
-        return 1
+        return self._failed
 
     async def _start(self, make: Callable[[], Executor] | None) -> None:
         """NOTE: a failure is not lost: the client turns dead with the reason, which ends ``_supervise``."""
         if make is not None:
             try:
                 await self._client.start(make)
+            except PlanRefused:
+                self._failed = exit_codes.REFUSED
+                return
             except GlowplugError:
                 return
             except Exception:
@@ -226,6 +230,6 @@ class Server:
         """First call: drain. Second: exit now; ranks end by themselves when their pipe closes."""
         if self._signalled.is_set():
             logger.warning("second signal: exiting at once")
-            os._exit(SECOND_SIGNAL_EXIT)
+            os._exit(exit_codes.SECOND_SIGNAL)
         self._context.draining = True
         self._signalled.set()
