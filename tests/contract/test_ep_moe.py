@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import HashStore
 
 from glowplug.core.batch import Batch, StepShape, idle_batch
 from glowplug.core.component import CheckContext, Chosen
@@ -25,11 +23,10 @@ from glowplug.core.testing.parallel_suite import ParallelSuite
 from glowplug.core.testing.plans import bare_plan
 from glowplug.core.testing.threads import ThreadOptions
 from glowplug.core.testing.threads_runtime import MEETINGS, Meeting, ThreadCollectives
-from glowplug.plugins.collectives.torch_distributed import GlooOptions
-from glowplug.plugins.collectives.torch_distributed_runtime import Gloo
 from glowplug.plugins.parallel import expert_exchange
 from glowplug.plugins.parallel.ep_moe import EpMoeOptions, check_ep_moe, register_parallel_strategies
 from glowplug.plugins.parallel.ep_moe_runtime import EpMoe
+from tests.rank_threads import on_ranks
 
 HIDDEN, WIDTH, EXPERTS, TOPK = 12, 8, 8, 3
 BACKENDS = ("threads", "gloo")
@@ -117,25 +114,6 @@ def quick_switches() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-def on_ranks(backend: str, mesh: Mapping[str, int], body: Callable[[Collectives, int], Any]) -> list[Any]:
-    plan, store, address = replace(bare_plan(), mesh=dict(mesh)), HashStore(), f"ep-{id(body)}"
-    MEETINGS[address] = Meeting()
-
-    def one(rank: int) -> Any:
-        worker = Worker(rank=rank, ranks=mesh["tp"], coordinates=coordinates(rank, mesh), rendezvous=address)
-        held = ThreadCollectives(ThreadOptions(timeout=20), plan, worker) if backend == "threads" \
-            else Gloo(GlooOptions(timeout=20), plan, worker, store)
-        try:
-            return body(held, rank)  # type: ignore[arg-type]
-        finally:
-            held.close()
-
-    with ThreadPoolExecutor(mesh["tp"]) as pool:
-        found = list(pool.map(one, range(mesh["tp"])))
-    del MEETINGS[address]
-    return found
-
-
 def tokens_of(count: int, generator: torch.Generator, experts: list[int] | None = None, absent: float = 0.0) -> Tokens:
     """``count`` tokens, each with TOPK different experts among ``experts``; some ids are -1."""
     among = torch.tensor(experts or list(range(EXPERTS)))
@@ -194,7 +172,7 @@ def run_steps(backend: str, mesh: Mapping[str, int], exchange: str, steps: list[
                 for step in steps]
         return made, moved.load
 
-    return on_ranks(backend, mesh, body)
+    return on_ranks(mesh, backend, body)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -292,7 +270,7 @@ def test_every_choice_is_worked_on_by_the_ranks_that_share_the_expert(mesh: dict
         return int((moved.dispatch(own.x, own.ids, own.weights, batch_of(steps))[1] >= 0).sum())
 
     chosen = sum(tokens.ids.numel() for tokens in steps)
-    assert sum(on_ranks("threads", mesh, body)) == chosen * axis_size("moe_tp", mesh)
+    assert sum(on_ranks(mesh, "threads", body)) == chosen * axis_size("moe_tp", mesh)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

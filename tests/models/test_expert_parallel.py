@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import HashStore
 
 from glowplug.core.batch import Batch, StepShape
 from glowplug.core.build import BuildContext
@@ -22,10 +20,7 @@ from glowplug.core.parallel_stack import ParallelStack
 from glowplug.core.protocols import Worker
 from glowplug.core.testing.build import Stepper, build_context, build_model, make, plan_for
 from glowplug.core.testing.ranks import RankSet, rank_plan, submit
-from glowplug.core.testing.threads import ThreadOptions
-from glowplug.core.testing.threads_runtime import MEETINGS, Meeting, ThreadCollectives
-from glowplug.plugins.collectives.torch_distributed import GlooOptions
-from glowplug.plugins.collectives.torch_distributed_runtime import Gloo
+from tests.rank_threads import on_ranks
 from tests.tiny import V3, write_config
 from tests.unit.test_layers import facts_of, random_tensors
 
@@ -97,29 +92,6 @@ def rank_context(name: str, mesh: Mapping[str, int], rank: int, exchange: str, c
                   for use, options in sizes.items() if use != "dp_attention" or "dp" in mesh]
     return build_context(facts, plan, quantization=MODELS[name], worker=worker, collectives=collectives,
                          parallel=ParallelStack(strategies))
-
-
-def on_ranks(mesh: Mapping[str, int], backend: str, body: Callable[[Any, int], Any]) -> list[Any]:
-    address, store = f"models-{id(body)}", HashStore()
-    MEETINGS[address] = Meeting()
-    plan = replace(plan_for(facts_of("v3")), mesh=dict(mesh))
-
-    def one(rank: int) -> Any:
-        worker = Worker(rank=rank, ranks=mesh["tp"], coordinates=coordinates(rank, mesh), rendezvous=address)
-        held: Any = ThreadCollectives(ThreadOptions(timeout=30), plan, worker) if backend == "threads" \
-            else Gloo(GlooOptions(timeout=30), plan, worker, store)
-        try:
-            return body(held, rank)
-        except BaseException:
-            MEETINGS[address].end()
-            raise
-        finally:
-            held.close()
-
-    with ThreadPoolExecutor(mesh["tp"]) as pool:
-        found = list(pool.map(one, range(mesh["tp"])))
-    del MEETINGS[address]
-    return found
 
 
 @cache
