@@ -2,15 +2,18 @@
 
 Requests of all lengths, ways of sampling and shared beginnings run together, more of them than fit; some are given up,
 some are refused. In pauses nothing runs, and then every page must be free, memory must be where it was, and the same
-questions must get the same answers. One JSON document says whether all of that held.
+questions must get the same answers. One JSON document, written anew in every pause, says whether all of that held.
+Device memory is this process's own where the driver tells it, otherwise the whole device's.
 """
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +22,7 @@ from glowplug.core.errors import GlowplugError, RequestError
 from glowplug.entrypoints.bench import report
 from glowplug.entrypoints.bench.conditions import conditions
 from glowplug.entrypoints.bench.engine_options import add_engine_options, engine_config
+from glowplug.entrypoints.bench.process_memory import ProcessMemory
 from glowplug.entrypoints.bench.soak_requests import Mix, Wanted
 
 if TYPE_CHECKING:
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
 QUESTIONS, ANSWER = 4, 16  #: prompts asked again in every pause, and tokens of each answer
 SHOWN = 20  #: errors kept word for word
 WARM = 1 / 3  #: of the pauses, those before memory must be level
+FULL = 0.01  #: share of the pages that may be left in a cache that is called full
+LOOK = 0.2  #: seconds between two looks at the file of --hold
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +46,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device-growth-mib", type=float, default=32.0, help="most that device memory may grow")
     group.add_argument("--host-growth-mib", type=float, default=64.0, help="most that host memory may grow")
     group.add_argument("--exact", action="store_true", help="an answer that changes is a failure, too")
-    group.add_argument("--result-filename", "--output-file", default=None, metavar="FILE", help="write JSON here")
+    group.add_argument("--expect-full", action="store_true", help="a KV cache that never was full is a failure, too")
+    group.add_argument("--hold", type=Path, default=None, metavar="FILE",
+                       help="while this file exists nothing runs: it stops for a pause and stays in it; --minutes "
+                            "count the time under load alone")
+    group.add_argument("--result-filename", "--output-file", default=None, metavar="FILE",
+                       help="write JSON here, in every pause and at the end")
     group.add_argument("--load-seed", type=int, default=0, help="seed of the requests")
     add_engine_options(parser)
 
@@ -55,34 +66,35 @@ def run(args: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 2
     with llm:
-        soak = Soak(llm, args)
+        soak = Soak(llm, args, conditions(llm.plan.device))
         soak.run()
-        found = soak.result()
-    for key in ("minutes", "requests", "ends", "preemptions", "cached_tokens", "output_tokens", "least_free_share",
-                "growth_mib", "answers_changed", "failures"):
+        found = soak.write(finished=True)
+    for key in ("minutes", "held_minutes", "requests", "ends", "preemptions", "cached_tokens", "output_tokens",
+                "least_free_share", "was_full", "device_memory", "growth_mib", "answers_changed", "failures"):
         print(report.line(key, found[key]))
-    if args.result_filename:
-        report.write_json(Path(args.result_filename), {"conditions": conditions(llm.plan.device), **found})
     return 1 if found["failures"] else 0
 
 
 @dataclass
 class Sample:
-    """One pause. Bytes; ``pages`` as the control "check" says."""
+    """One pause, ``seconds`` after the start, ``loaded`` of them under load. Bytes; ``device_used`` is everybody's on
+    the device, ``device_process`` ours where the driver says it; ``pages`` as the control "check" says."""
 
     seconds: float
+    loaded: float
     host: int
     device_held: int
     device_claimed: int
     device_used: int
+    device_process: int | None
     pages: dict[str, int] = field(default_factory=dict)
 
 
 class Soak:
     """Drives one engine. ``failures``: what did not hold, in words."""
 
-    def __init__(self, llm: LLM, args: argparse.Namespace) -> None:
-        self.llm, self.args = llm, args
+    def __init__(self, llm: LLM, args: argparse.Namespace, conditions: Mapping[str, Any] | None = None) -> None:
+        self.llm, self.args, self.conditions = llm, args, conditions or {}
         sizes = llm.plan.sizes
         self.in_flight = args.in_flight or max(2, sizes.max_running * 5 // 4)
         self.mix = Mix(random.Random(args.load_seed), llm.plan, args.abort_share, args.shared_share)
@@ -90,6 +102,8 @@ class Soak:
         self.failures: list[str] = []
         self.ends: Counter[str] = Counter()
         self.least_free, self.answers_changed = sizes.num_pages - 1, 0
+        self.loaded, self.held = 0.0, 0.0  # seconds
+        self.memory = ProcessMemory()
         self._running: dict[Stream, Wanted] = {}
         self._answers: list[list[int]] = []
 
@@ -102,20 +116,40 @@ class Soak:
         try:
             self._pause()
             for index in range(self.args.pauses):
-                self._load_until(self._started + seconds * (index + 1) / self.args.pauses)
+                while not self._load_until(seconds * (index + 1) / self.args.pauses):
+                    self._pause()
                 self._pause()
                 if len(self.failures) >= SHOWN:
                     return
         except (GlowplugError, AssertionError) as error:
             self.failures.append(f"{type(error).__name__}: {error}")
 
-    def _load_until(self, deadline: float) -> None:
-        while time.monotonic() < deadline:
+    def _load_until(self, loaded: float) -> bool:
+        """Load until there were ``loaded`` seconds of it, all requests ended. False when it was told to hold before."""
+        began = time.monotonic()
+        deadline, held = began + loaded - self.loaded, False
+        while time.monotonic() < deadline and not held:
             while len(self._running) < self.in_flight:
                 self._submit()
             self._poll()
+            held = self._told_to_hold()
         while self._running:
             self._poll()
+        self.loaded += time.monotonic() - began
+        return not held
+
+    def _told_to_hold(self) -> bool:
+        return self.args.hold is not None and self.args.hold.exists()
+
+    def _hold(self) -> None:
+        """Nothing runs until the file has gone. What is written meanwhile says so."""
+        began = time.monotonic()
+        if self._told_to_hold():
+            self.write(holding=True)
+            print(f"held after {self.loaded:.0f} s of load", flush=True)
+            while self._told_to_hold():
+                time.sleep(LOOK)
+            self.held += time.monotonic() - began
 
     def _submit(self) -> None:
         wanted = self.mix.next()
@@ -141,7 +175,9 @@ class Soak:
             elif wanted.abort_after is not None and wanted.seen >= wanted.abort_after:
                 self.llm.abort([stream])
                 self._ended(stream, wanted, "given up", None)
-        self.least_free = min(self.least_free, self.llm.stats.pages_free)
+        stats = self.llm.stats
+        if stats.pages_total:  # said with the first step
+            self.least_free = min(self.least_free, stats.pages_free + stats.pages_evictable)
 
     def _ended(self, stream: Stream, wanted: Wanted, reason: str, error: str | None) -> None:
         del self._running[stream]
@@ -165,8 +201,11 @@ class Soak:
         self._ask_again()
         self.llm.control("flush")
         memory = self.llm.control("memory")
-        self.samples.append(Sample(time.monotonic() - self._started, memory["host"], memory["device_held"],
-                                   memory["device_claimed"], memory["device_used"], pages))
+        own = self.memory.bytes() if self.llm.plan.device == "cuda" else None
+        self.samples.append(Sample(time.monotonic() - self._started, self.loaded, memory["host"],
+                                   memory["device_held"], memory["device_claimed"], memory["device_used"], own, pages))
+        self.write()
+        self._hold()
 
     def _ask_again(self) -> None:
         from glowplug.core.request import SamplingParams
@@ -181,6 +220,21 @@ class Soak:
 
     # ---- the result -------------------------------------------------------------------------------------------------
 
+    def write(self, finished: bool = False, holding: bool = False) -> dict[str, Any]:
+        """What is known by now, also into the file, whole at every moment."""
+        found = {"conditions": self.conditions, "finished": finished, "holding": holding, **self.result(finished)}
+        if self.args.result_filename:
+            path = Path(self.args.result_filename)
+            unfinished = path.with_name(path.name + ".tmp")
+            report.write_json(unfinished, found)
+            os.replace(unfinished, path)
+        return found
+
+    def judged(self) -> tuple[str, ...]:
+        """The kinds of memory that must not grow: this process's own on the device if each sample knows it."""
+        known = self.samples and all(sample.device_process is not None for sample in self.samples)
+        return "host", "device_held", "device_claimed", "device_process" if known else "device_used"
+
     def growth(self) -> dict[str, float]:
         """MiB from the first level sample to the largest of the last third, by kind of memory."""
         if len(self.samples) < 3:
@@ -188,21 +242,42 @@ class Soak:
         first = self.samples[max(1, int(len(self.samples) * WARM))]
         late = self.samples[-max(1, len(self.samples) // 3):]
         return {name: (max(getattr(one, name) for one in late) - getattr(first, name)) / 2**20
-                for name in ("host", "device_held", "device_claimed", "device_used")}
+                for name in self.judged()}
 
-    def result(self) -> dict[str, Any]:
-        growth, stats = self.growth(), self.llm.stats
-        for name, value in growth.items():
+    def not_held(self, finished: bool) -> list[str]:
+        """What did not hold. Only at the end is it asked whether the cache was full."""
+        found = list(self.failures)
+        for name, value in self.growth().items():
             most = self.args.host_growth_mib if name == "host" else self.args.device_growth_mib
             if value > most:
-                self.failures.append(f"{name} memory grew by {value:.1f} MiB")
+                found.append(f"{name} memory grew by {value:.1f} MiB")
+        if finished and self.args.expect_full and not self._was_full():
+            found.append(f"the KV cache never was full: {self._least_share():.1%} of its pages were always to be had, "
+                         f"{self.llm.stats.preemptions} preemptions")
+        return found[:SHOWN]
+
+    def _least_share(self) -> float:
+        return self.least_free / max(1, self.llm.plan.sizes.num_pages - 1)
+
+    def _was_full(self) -> bool:
+        return self._least_share() <= FULL and self.llm.stats.preemptions > 0
+
+    def _device_memory(self) -> str:
+        """Whose memory on the device was judged."""
+        if self.judged()[-1] == "device_process":
+            return "this process's"
+        return "the whole device's" + (f": {self.memory.missing}" if self.memory.missing else "")
+
+    def result(self, finished: bool = True) -> dict[str, Any]:
+        stats = self.llm.stats
         return {
-            "minutes": round((self.samples[-1].seconds if self.samples else 0.0) / 60, 3),
+            "minutes": round(self.loaded / 60, 3), "held_minutes": round(self.held / 60, 3),
             "in_flight": self.in_flight, "requests": self.ends.total(), "ends": dict(self.ends),
             "preemptions": stats.preemptions, "prompt_tokens": stats.prompt_tokens,
             "cached_tokens": stats.cached_tokens, "output_tokens": stats.output_tokens,
             "drafted_tokens": stats.drafted_tokens, "accepted_tokens": stats.accepted_tokens,
-            "least_free_share": self.least_free / max(1, stats.pages_total), "growth_mib": growth,
-            "answers_changed": self.answers_changed, "failures": self.failures[:SHOWN],
+            "pages": self.llm.plan.sizes.num_pages - 1, "least_free_share": self._least_share(),
+            "was_full": self._was_full(), "device_memory": self._device_memory(), "growth_mib": self.growth(),
+            "answers_changed": self.answers_changed, "failures": self.not_held(finished),
             "samples": [asdict(sample) for sample in self.samples],
         }

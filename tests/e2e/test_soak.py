@@ -3,13 +3,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from glowplug import LLM
 from glowplug.entrypoints import bench
-from glowplug.entrypoints.bench import soak
+from glowplug.entrypoints.bench import process_memory, soak
 from tests.tiny import write_config
 
 
@@ -36,6 +40,8 @@ def test_a_short_soak_holds(tmp_path: Path) -> None:
     assert len(found["samples"]) == 4
     assert all(sample["pages"]["free"] == sample["pages"]["total"] == 64 for sample in found["samples"])
     assert found["conditions"]["card"].startswith("cpu")
+    assert (found["finished"], found["held_minutes"]) == (True, 0.0)
+    assert found["minutes"] * 60 == pytest.approx(found["samples"][-1]["loaded"], abs=0.1)
 
 
 @pytest.mark.slow
@@ -45,6 +51,95 @@ def test_half_a_minute_leaves_nothing_behind(tmp_path: Path, more: tuple[str, ..
                             *more, tokens=512)
     assert (status, found["failures"], found["answers_changed"]) == (0, [], 0)
     assert found["preemptions"] > 0
+
+
+def test_a_cache_that_never_was_full_is_found_when_asked_for(tmp_path: Path) -> None:
+    words = ("--minutes", "0.02", "--pauses", "1", "--expect-full")
+    status, found = outcome(tmp_path, *words, "--in-flight", "1", tokens=2048)
+    assert (status, found["was_full"], found["preemptions"]) == (1, False, 0)
+    assert "never was full" in found["failures"][0] and len(found["failures"]) == 1
+    status, found = outcome(tmp_path, *words, "--minutes", "0.1", tokens=320)
+    assert (status, found["was_full"], found["failures"]) == (0, True, [])
+    assert found["least_free_share"] <= 0.01 and found["preemptions"] > 0
+
+
+def test_it_holds_while_the_file_is_there_and_the_time_does_not_count(tmp_path: Path) -> None:
+    hold, out = tmp_path / "hold", tmp_path / "soak.json"
+    seen: list[dict] = []
+
+    def others() -> None:
+        deadline = time.monotonic() + 60
+        while not seen and time.monotonic() < deadline:
+            if out.exists() and not hold.exists() and json.loads(out.read_text())["samples"]:
+                hold.touch()
+            if out.exists() and (found := json.loads(out.read_text()))["holding"]:
+                time.sleep(1.0)
+                seen.extend([found, json.loads(out.read_text())])
+            time.sleep(0.01)
+        hold.unlink()
+
+    thread = threading.Thread(target=others)
+    thread.start()
+    status, found = outcome(tmp_path, "--minutes", "0.05", "--pauses", "1", "--hold", str(hold))
+    thread.join()
+    assert (status, found["failures"]) == (0, [])
+    assert seen[0] == seen[1] and not seen[0]["finished"] and seen[0]["samples"]
+    assert found["held_minutes"] * 60 >= 0.9 and 3.0 <= found["minutes"] * 60 + 0.05
+    assert found["samples"][-1]["seconds"] >= 60 * (found["minutes"] + found["held_minutes"]) - 0.1
+    assert len(found["samples"]) == len(seen[0]["samples"]) + 1 == 2 + (seen[0]["minutes"] > 0)
+
+
+def test_each_pause_leaves_what_is_known(tmp_path: Path) -> None:
+    """What a run that is killed leaves behind: everything up to its last pause."""
+    left = []
+    with tiny(tmp_path) as llm:
+        one = soak.Soak(llm, options(tmp_path, "--minutes", "0.02", "--pauses", "2", "--expect-full"))
+        one._hold = lambda: left.append(json.loads((tmp_path / "soak.json").read_text()))  # type: ignore[method-assign]
+        one.run()
+    assert [len(found["samples"]) for found in left] == [1, 2, 3]
+    assert [found["requests"] > 0 for found in left] == [False, True, True]
+    assert not any(found["finished"] or found["failures"] for found in left)
+
+
+def says(tmp_path: Path, body: str) -> process_memory.ProcessMemory:
+    """A stand-in for the driver's tool that runs ``body``."""
+    tool = tmp_path / "tool"
+    tool.write_text(f"#!{sys.executable}\nimport os, sys\n{body}\n")
+    tool.chmod(0o755)
+    return process_memory.ProcessMemory((str(tool),))
+
+
+def test_memory_of_this_process_and_those_below_it(tmp_path: Path) -> None:
+    body = ("print('1, 5000'); print(f'{os.getppid()}, 700'); print(f'{os.getppid()}, 20')\n"
+            "print('No running processes found')")
+    memory = says(tmp_path, body)
+    assert memory.bytes() == 720 << 20 and memory.missing == ""
+    assert os.getpid() in process_memory.family(os.getppid())
+    assert os.getppid() not in process_memory.family(os.getpid())
+
+
+@pytest.mark.parametrize(("body", "reason"), [
+    ("print('1, 5000')", "none of this process's ids"), ("print(f'{os.getppid()}, [N/A]')", "does not say how much"),
+    ("sys.exit(9)", "exit status 9"), ("", "none of this process's ids")])
+def test_where_the_driver_does_not_tell_the_device_is_judged(tmp_path: Path, body: str, reason: str) -> None:
+    memory = says(tmp_path, body)
+    assert memory.bytes() is None and reason in memory.missing
+    assert process_memory.ProcessMemory((str(tmp_path / "none"),)).bytes() is None
+
+
+def test_memory_of_others_on_the_card_is_not_judged(tmp_path: Path) -> None:
+    with tiny(tmp_path) as llm:
+        one = soaking(tmp_path, llm)
+        one.samples[-1].device_used += 999 << 20
+        assert one.result()["failures"] == ["device_used memory grew by 999.0 MiB"]
+        one.memory.missing = "no driver"
+        assert one.result()["device_memory"] == "the whole device's: no driver"
+        for sample in one.samples:
+            sample.device_process = 7 << 30
+        found = one.result()
+        assert (found["failures"], found["device_memory"]) == ([], "this process's")
+        one.samples[-1].device_process = 8 << 30
+        assert one.result()["failures"] == ["device_process memory grew by 1024.0 MiB"]
 
 
 def soaking(tmp_path: Path, llm: LLM) -> soak.Soak:
