@@ -45,13 +45,17 @@ def _quantize(x, values, scales, x_stride, size, scale_stride, GROUPS: tl.conste
 
 
 @triton.jit(do_not_specialize=["scale_stride"])
-def _silu_and_mul(x, values, scales, x_stride, size, scale_stride, GROUPS: tl.constexpr, DEPENDENT: tl.constexpr):
+def _silu_and_mul(x, filled, values, scales, x_stride, size, scale_stride, GROUPS: tl.constexpr, FILLED: tl.constexpr,
+                  DEPENDENT: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < size
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
+    if FILLED:
+        if row >= tl.load(filled):
+            return
     gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_stride + size + column, mask=inside, other=0.0).to(tl.float32)
     store_quantized(gate / (1.0 + tl.exp(-gate)) * up, values, scales, row, group, column, size, scale_stride)
@@ -83,13 +87,13 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     return values, scales
 
 
-def silu_and_mul(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, 2N], gate then up -> silu(gate) * up, quantised from float32."""
+def silu_and_mul(x: Tensor, filled: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x [T, 2N], gate then up -> silu(gate) * up, quantised from float32; of the first ``filled`` int32 [1] rows."""
     x = _rows(x)
     rows, size = x.shape[0], x.shape[1] // 2
     values, scales = empty_quantized(rows, size, x.device)
     if rows:
         chunks = triton.cdiv(scales.shape[1], CHUNK)
-        _silu_and_mul[(rows, chunks)](x, values, scales, x.stride(0), size, scales.stride(1), GROUPS=CHUNK,
-                                      num_warps=4, **dependent.options())
+        _silu_and_mul[(rows, chunks)](x, filled, values, scales, x.stride(0), size, scales.stride(1), GROUPS=CHUNK,
+                                      FILLED=filled is not None, num_warps=4, **dependent.options())
     return values, scales

@@ -26,11 +26,13 @@ class Alignment(NamedTuple):
             ``num_padded`` on.
         expert_of_block: int32 [blocks at most]: the expert of each ``block_m`` of them, -1 from the last block on.
         num_padded: int32 [1].
+        ends: int32 [experts]: the place behind each expert's last pair; where its first would be if it has none.
     """
 
     sorted_pairs: Tensor
     expert_of_block: Tensor
     num_padded: Tensor
+    ends: Tensor
 
 
 def max_blocks(pairs: int, experts: int, block_m: int) -> int:
@@ -39,8 +41,8 @@ def max_blocks(pairs: int, experts: int, block_m: int) -> int:
 
 
 @triton.jit
-def _fill(sorted_pairs, expert_of_block, num_padded, padded, counts, expert, pairs, blocks, BLOCK_M: tl.constexpr,
-          BINS: tl.constexpr, WIDTH: tl.constexpr):
+def _fill(sorted_pairs, expert_of_block, num_padded, ends, padded, counts, expert, pairs, blocks,
+          BLOCK_M: tl.constexpr, BINS: tl.constexpr, WIDTH: tl.constexpr):
     """What belongs to ``expert`` beside its pairs: its padding and its blocks; the last expert closes the lists.
 
     Returns its first place.
@@ -49,6 +51,7 @@ def _fill(sorted_pairs, expert_of_block, num_padded, padded, counts, expert, pai
     start = tl.sum(tl.where(bins < expert, padded, 0))
     count = tl.sum(tl.where(bins == expert, counts, 0))
     size = tl.sum(tl.where(bins == expert, padded, 0))
+    tl.store(ends + expert, start + count)
     lane = tl.arange(0, WIDTH)
     for past in range(0, size - count, WIDTH):
         tl.store(sorted_pairs + start + count + past + lane, pairs, mask=past + lane < size - count)
@@ -71,7 +74,7 @@ def _load_ids(ids, place, pairs, experts, BINS: tl.constexpr):
 
 
 @triton.jit
-def _by_expert(ids, sorted_pairs, expert_of_block, num_padded, pairs, experts, blocks, BLOCK_M: tl.constexpr,
+def _by_expert(ids, sorted_pairs, expert_of_block, num_padded, ends, pairs, experts, blocks, BLOCK_M: tl.constexpr,
                BINS: tl.constexpr, SPAN: tl.constexpr, WIDTH: tl.constexpr, DEPENDENT: tl.constexpr):
     """One program an expert."""
     dependent.begin(DEPENDENT)
@@ -83,7 +86,7 @@ def _by_expert(ids, sorted_pairs, expert_of_block, num_padded, pairs, experts, b
         counts += tl.histogram(_load_ids(ids, start + tl.arange(0, SPAN), pairs, experts, BINS), BINS)
     counts = tl.where(bins < experts, counts, 0)
     padded = (counts + BLOCK_M - 1) // BLOCK_M * BLOCK_M
-    place = _fill(sorted_pairs, expert_of_block, num_padded, padded, counts, expert, pairs, blocks, BLOCK_M, BINS,
+    place = _fill(sorted_pairs, expert_of_block, num_padded, ends, padded, counts, expert, pairs, blocks, BLOCK_M, BINS,
                   WIDTH)
     for start in range(0, pairs, SPAN):
         pair = start + tl.arange(0, SPAN)
@@ -120,7 +123,7 @@ def _scan(counts, totals, chunks, SPAN: tl.constexpr, DEPENDENT: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["chunks", "blocks"])
-def _place(ids, counts, totals, sorted_pairs, expert_of_block, num_padded, pairs, experts, chunks, blocks,
+def _place(ids, counts, totals, sorted_pairs, expert_of_block, num_padded, ends, pairs, experts, chunks, blocks,
            BLOCK_M: tl.constexpr, BINS: tl.constexpr, SPAN: tl.constexpr, WIDTH: tl.constexpr,
            DEPENDENT: tl.constexpr):
     """One program a chunk of ids, then one an expert."""
@@ -132,7 +135,7 @@ def _place(ids, counts, totals, sorted_pairs, expert_of_block, num_padded, pairs
     found = tl.where(bins < experts, found, 0)
     padded = (found + BLOCK_M - 1) // BLOCK_M * BLOCK_M
     if program >= chunks:
-        _fill(sorted_pairs, expert_of_block, num_padded, padded, found, program - chunks, pairs, blocks, BLOCK_M,
+        _fill(sorted_pairs, expert_of_block, num_padded, ends, padded, found, program - chunks, pairs, blocks, BLOCK_M,
               BINS, WIDTH)
     else:
         starts = tl.cumsum(padded, 0) - padded
@@ -156,7 +159,7 @@ def align(ids: Tensor, experts: int, block_m: int, others: int = 0) -> Alignment
     pairs, device = ids.numel(), ids.device
     blocks = max_blocks(pairs - others * ids.shape[0], experts, block_m)
     found = Alignment(*(torch.empty(size, dtype=torch.int32, device=device)
-                        for size in (blocks * block_m, blocks, 1)))
+                        for size in (blocks * block_m, blocks, 1, experts)))
     bins = triton.next_power_of_2(experts + 1)
     width = max(32, min(256, triton.next_power_of_2(block_m)))
     if pairs <= ONE_LAUNCH:

@@ -209,7 +209,7 @@ def tiles_of(ids: Tensor, experts: int, config: Config) -> Tiles:
     if config.get("PAIRED"):
         return Tiles(ids, ids, ids, ids.numel(), False)
     order = align(ids, experts, config["BLOCK_M"])
-    return Tiles(*order, order.expert_of_block.shape[0], True)
+    return Tiles(order.sorted_pairs, order.expert_of_block, order.num_padded, order.expert_of_block.shape[0], True)
 
 
 def _options(config: Config, tile: int, depth: int, columns: int, tiles: Tiles) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Alignment and the last sum of routed experts, against a loop over experts. Interpreted without a GPU."""
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ def check(ids: Tensor, experts: int, block_m: int) -> None:
     assert found.sorted_pairs[: len(places)].tolist() == places
     limit = moe_align.max_blocks(pairs, experts, block_m)
     assert found.expert_of_block.tolist() == blocks + [-1] * (limit - len(blocks))
+    ends = np.cumsum([0] + [-(-int((ids == expert).sum()) // block_m) * block_m for expert in range(experts)])
+    assert found.ends.tolist() == [int(ends[e]) + int((ids == e).sum()) for e in range(experts)]
 
 
 @pytest.mark.parametrize("launches", [1, 3])
