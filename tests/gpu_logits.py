@@ -5,6 +5,11 @@ scale. Prompts of 1 to 700 tokens run together, then decode steps follow whose t
 every way reads the same tokens. Logits of all positions are compared, and those of decode steps, which read the cache,
 once more by themselves. Of the embedded model whole chats are read, the end of each in decode steps.
 
+A block FP8 checkpoint asks for activations rounded to E4M3, a token and 128 channels at a time, before every product.
+Its ways are compared with a second reference, too, which rounds them so in float32 and is the model as its checkpoint
+defines it. Positions whose gates chose other experts than the reference's are told apart (``tests.gates``), and two
+ways follow a reference's choice of experts.
+
 ``python -m tests.gpu_logits --model v2lite v3 --output docs/benchmarks/logits-h200.json``; a model is a shape that
 ships, a folder, or "embedded" (which is not cut).
 """
@@ -17,7 +22,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +34,7 @@ from torch import Tensor
 from glowplug import LLM, PlanRefused, SamplingParams
 from glowplug.core.plugins import load_plugins
 from glowplug.entrypoints.cut_model import model_config, write_cut
+from tests.gates import Choices, Watch, flips
 from tests.teacher_runtime import SCRIPTS, SEEN, score_prompts
 
 LENGTHS = (1, 2, 33, 63, 64, 65, 130, 333, 700)
@@ -37,6 +43,8 @@ STEPS = 8  #: decode steps behind each prompt
 TEACHER = ("tests.teacher",)
 BACKENDS = ("triton_mla", "flashinfer_mla", "fa3_mla", "flashmla", "hopper_mla")
 EAGER = {"use": "eager"}
+FOLLOWS = "auto, eager, experts of the "  #: reference named behind it
+DYNAMIC = {"use": "plain_torch", "activations": "dynamic"}
 COSINE = 0.999  #: what every way but those with a coarser cache must reach in the median
 
 Key = tuple[int, int]
@@ -88,15 +96,18 @@ def reference(fp8: bool, **changes: Any) -> dict[str, Any]:
 def ways(fp8: bool, device: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Names and configurations; the first are no engine's but tell what a number format costs by itself."""
     if fp8:
-        yield "format: FP8 products", reference(fp8, quantization={"use": "plain_torch", "activations": "dynamic"})
+        yield "format: FP8 products, bfloat16", reference(fp8, dtype="bfloat16", quantization=DYNAMIC)
     else:
         yield "format: bfloat16", reference(fp8, dtype="bfloat16")
     for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
         yield f"format: cache of {name}", reference(fp8, attention={"use": "rounded_mla", "to": name})
     if device == "cpu":
         return
-    yield "auto, graphs", {}
     yield "auto, eager", {"graphs": EAGER}
+    if fp8:
+        yield FOLLOWS + "reference", {"graphs": EAGER}
+        yield FOLLOWS + "rounded reference", {"graphs": EAGER}
+    yield "auto, graphs", {}
     for backend in BACKENDS:
         yield backend, {"attention": {"use": backend}}
     yield "torch_mla", {"attention": {"use": "torch_mla"}, "graphs": EAGER}
@@ -130,20 +141,29 @@ def base(folder: str, device: str, weights: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Run:
-    """Logits by position; ``decoded``: those of decode steps; ``plan``: what the plan chose."""
+    """Logits by position; ``decoded``: those of decode steps; ``plan``: what the plan chose; ``choices``: of its gates,
+    without positions that were computed in a replay."""
 
     logits: dict[Key, Tensor]
     decoded: frozenset[Key]
     plan: str
+    choices: Choices
 
-    def only_decoded(self) -> dict[Key, Tensor]:
-        return {key: self.logits[key] for key in self.decoded}
+    def only(self, keys: Iterable[Key]) -> dict[Key, Tensor]:
+        return {key: self.logits[key] for key in keys}
+
+    @property
+    def watched(self) -> bool:
+        """Were the gates seen at every position?"""
+        return bool(self.choices) and all(len(one.keys) == len(self.logits) for one in self.choices.values())
 
 
-def run(config: dict[str, Any]) -> Run:
+def run(config: dict[str, Any], forced: Choices | None = None) -> Run:
     with LLM(plugins=TEACHER, **config) as llm:
         chosen = {choice.slot: choice.name for choice in llm.plan.choices}
-        score_prompts(llm._executor._engine.runner)  # type: ignore[attr-defined]
+        runner = llm._executor._engine.runner  # type: ignore[attr-defined]
+        score_prompts(runner)
+        watch = Watch(runner, forced)
         scripts = sequences(llm)
         SCRIPTS[:] = scripts
         params = [SamplingParams(temperature=0.0, max_tokens=STEPS + 1, ignore_eos=True, prompt_logprobs=0, seed=number)
@@ -156,11 +176,13 @@ def run(config: dict[str, Any]) -> Run:
             SEEN.clear()
     for completion, script in zip(done, scripts, strict=True):
         assert completion.token_ids == script[-STEPS - 1 :], f"a request ended early: {completion.error}"
-    del llm
+    choices = watch.choices
+    del llm, runner, watch
     gc.collect()
     if config["device"] != "cpu":
         torch.cuda.empty_cache()
-    return Run(found, decoded, " ".join(chosen[slot] for slot in ("attention", "quantization", "ops", "graphs")))
+    plan = " ".join(chosen[slot] for slot in ("attention", "quantization", "ops", "graphs"))
+    return Run(found, decoded, plan, choices)
 
 
 def _decoded(scripts: list[list[int]]) -> frozenset[Key]:
@@ -174,17 +196,24 @@ def compare(name: str, folder: str, options: argparse.Namespace) -> Iterator[tup
     common = base(folder, options.device, weights)
     fp8 = load_plugins(TEACHER).read_model(folder).facts.quant_method == "fp8"
     started = time.monotonic()
-    want = run(common | reference(fp8))
+    want, rounded = run(common | reference(fp8)), None
     spread = float(torch.stack([line.std() for line in want.logits.values()]).median())
     yield "reference", {"deviation_of_logits": spread, "seconds": round(time.monotonic() - started, 1)}
+    if fp8:
+        started = time.monotonic()
+        rounded = run(common | reference(fp8, quantization=DYNAMIC))
+        line = compared(want, rounded) | {"plan": rounded.plan}
+        yield "format: FP8 products", line | {"seconds": round(time.monotonic() - started, 1)}
     for way, changes in ways(fp8, options.device):
         if not re.search(options.only, way):
             continue
         started = time.monotonic()
         try:
-            got = run(common | changes)
-            line = asdict(distance(want.logits, got.logits)) | {
-                "decode": asdict(distance(want.only_decoded(), got.only_decoded())), "plan": got.plan}
+            followed = {FOLLOWS + "reference": want, FOLLOWS + "rounded reference": rounded}.get(way)
+            got = run(common | changes, None if followed is None else followed.choices)
+            line = compared(want, got) | {"plan": got.plan}
+            if rounded is not None:
+                line["rounded"] = compared(rounded, got)
         except PlanRefused as refused:
             line = {"refused": refused.refusals[0].reason}
         except Exception as error:
@@ -192,10 +221,27 @@ def compare(name: str, folder: str, options: argparse.Namespace) -> Iterator[tup
         yield way, line | {"seconds": round(time.monotonic() - started, 1)}
 
 
+def compared(want: Run, got: Run) -> dict[str, Any]:
+    """Distances over all positions, over those of decode steps, and over those whose experts are the reference's."""
+    line = asdict(distance(want.logits, got.logits)) | {
+        "decode": asdict(distance(want.only(want.decoded), got.only(got.decoded)))}
+    if want.watched and got.watched:
+        said, flipped = flips(want.choices, got.choices)
+        kept = want.logits.keys() - flipped
+        line |= {"gates": asdict(said), "same_experts": asdict(distance(want.only(kept), got.only(kept)))}
+    return line
+
+
 def shown(way: str, line: dict[str, Any]) -> str:
     if "cosine_min" not in line:
         return f"{way:28} {json.dumps(line)}"
-    return (f"{way:28} {_columns(line)}; decode {_columns(line['decode'])}; {line['seconds']} s ({line['plan']})")
+    said = f"{way:28} {_columns(line)}; decode {_columns(line['decode'])}; {line['seconds']} s ({line['plan']})"
+    for name, part in (("to the reference", line), ("to the rounded reference", line.get("rounded", {}))):
+        if part is not line and part:
+            said += f"\n    {name}: {_columns(part)}; decode {_columns(part['decode'])}"
+        if "gates" in part:
+            said += f"\n    {name}, same experts: {_columns(part['same_experts'])}; {json.dumps(part['gates'])}"
+    return said
 
 
 def _columns(line: dict[str, Any]) -> str:

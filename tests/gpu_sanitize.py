@@ -3,8 +3,9 @@ wrote.
 
 ``make gpu-sanitize``, or ``python -m tests.gpu_sanitize --output docs/benchmarks/sanitizer-h200.json``. Of each test a
 few of its parameters run; files run side by side, each in a process under the sanitizer, with an allocation for every
-tensor, so that a tensor's end is an end for the sanitizer, too (which leaves out tests that capture graphs). Kernels
-that were not launched are listed.
+tensor, so that a tensor's end is an end for the sanitizer, too. CUDA refuses such allocations while a graph is captured
+(errors 900 and 901), so tests that capture run by themselves, with torch's allocator. Where reads of what nobody wrote
+are looked for, torch does not fill new tensors. Kernels that were not launched are listed.
 """
 from __future__ import annotations
 
@@ -19,9 +20,11 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -35,6 +38,7 @@ PLACES = ("/usr/local/cuda/bin", "/opt/nvidia/nsight-compute")
 FOUND = 97  #: exit status of the sanitizer when it found something
 EACH = 2  #: parameters of each test
 LAUNCHED = "launched kernels: "
+ALL_CAPTURE = {"test_gpu_replays.py"}  #: files without another test
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Outcome:
 
     file: str
     tool: str
+    captured: bool
     errors: int | None
     passed: int
     failed: int
@@ -58,21 +63,25 @@ class Outcome:
 # ---- inside the sanitizer -------------------------------------------------------------------------------------------
 
 
-def sanitizable(item: pytest.Item) -> bool:
-    """A capture forbids the allocations that it would make here."""
-    return "CUDAGraph" not in inspect.getsource(item.function)  # type: ignore[attr-defined]
+def captures(function: FunctionType) -> bool:
+    """Does the test, or what it calls by a name of its module, capture a graph?"""
+    source, names = inspect.getsource(function), function.__globals__
+    called = [names.get(name) for name in set(re.findall(r"\b(\w+)\(", source))]
+    return any("CUDAGraph" in inspect.getsource(one) for one in (function, *called) if inspect.isfunction(one))
 
 
 class Few:
-    """A pytest plugin: a few parameters of each test function, and no more once the time is over."""
+    """A pytest plugin: a few parameters of each test function, of those that capture graphs or of the others, and no
+    more once the time is over."""
 
-    def __init__(self, seconds: float) -> None:
-        self._until = time.monotonic() + seconds
+    def __init__(self, seconds: float, captured: bool) -> None:
+        self._until, self._captured = time.monotonic() + seconds, captured
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         by_function: dict[str, list[pytest.Item]] = {}
-        for item in filter(sanitizable, items):
-            by_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        for item in items:
+            if captures(item.function) is self._captured:  # type: ignore[attr-defined]
+                by_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
         chosen = {item for group in by_function.values()
                   for item in random.Random(3).sample(group, min(EACH, len(group)))}
         items[:] = [item for item in items if item in chosen]
@@ -82,10 +91,12 @@ class Few:
             pytest.skip("no time left")
 
 
-def run_tests(file: str, seconds: float) -> int:
+def run_tests(file: str, tool: str, captured: bool, seconds: float) -> int:
     """In a process of its own: the tests of one file; prints the names of the kernels they launch."""
+    import torch
     from triton.runtime.jit import JITFunction
 
+    torch.utils.deterministic.fill_uninitialized_memory = tool != "initcheck"  # type: ignore[attr-defined]
     names: set[str] = set()
     launch = JITFunction.run
 
@@ -95,7 +106,7 @@ def run_tests(file: str, seconds: float) -> int:
 
     JITFunction.run = noting
     status = pytest.main([file, "-m", "not slow", "-p", "no:cacheprovider", "--tb=short", "--timeout=0"],
-                         plugins=[Few(seconds)])
+                         plugins=[Few(seconds, captured)])
     print(LAUNCHED + " ".join(sorted(names)), flush=True)
     return int(status)
 
@@ -110,26 +121,35 @@ def sanitizer() -> str:
     return found
 
 
-def sanitized(file: Path, tool: str, seconds: float) -> Outcome:
+def jobs(tools: Sequence[str], only: str) -> list[tuple[Path, str, bool]]:
+    """(file, tool, the tests that capture?), the longest first."""
+    files = sorted((file for file in TESTS if re.search(only, file.name)), key=lambda file: -file.stat().st_size)
+    plain = [(file, tool, False) for tool in tools for file in files if file.name not in ALL_CAPTURE]
+    capture = [(file, "memcheck", True) for file in files if "CUDAGraph" in file.read_text()]
+    return plain + (capture if "memcheck" in tools else [])
+
+
+def sanitized(file: Path, tool: str, captured: bool, seconds: float) -> Outcome:
     """One file under one tool, stopped a while after its time."""
     command = [sanitizer(), "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "5", "--report-api-errors",
-               "no", sys.executable, "-m", "tests.gpu_sanitize", "--inside", str(file), "--seconds", str(seconds)]
+               "no", sys.executable, "-m", "tests.gpu_sanitize", "--inside", str(file), "--seconds", str(seconds),
+               "--tools", tool, *["--captured"] * captured]
     started = time.monotonic()
-    with_own = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_MODULE_LOADING": "LAZY"}
+    own = {**os.environ, "CUDA_MODULE_LOADING": "LAZY"} | ({} if captured else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
     try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=with_own, timeout=2 * seconds + 20)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=own, timeout=2 * seconds + 20)
         log = done.stdout + done.stderr
     except subprocess.TimeoutExpired as late:
         log = (late.stdout or b"").decode(errors="replace") + "\n1 failed: it did not end in time"
-    return read(file.name, tool, log, time.monotonic() - started)
+    return read(file.name, tool, log, time.monotonic() - started, captured)
 
 
-def read(file: str, tool: str, log: str, seconds: float) -> Outcome:
+def read(file: str, tool: str, log: str, seconds: float, captured: bool = False) -> Outcome:
     """What the sanitizer and pytest printed."""
     summary = re.findall(r"ERROR SUMMARY: (\d+) error", log)
     counts = {word: sum(int(n) for n in re.findall(rf"(\d+) {word}", log)) for word in ("passed", "failed", "error")}
     kernels = re.findall(rf"{LAUNCHED}(.*)", log)
-    return Outcome(file, tool, int(summary[-1]) if summary else None, counts["passed"], counts["failed"],
+    return Outcome(file, tool, captured, int(summary[-1]) if summary else None, counts["passed"], counts["failed"],
                    round(seconds, 1), tuple(kernels[-1].split()) if kernels else (), log)
 
 
@@ -164,8 +184,8 @@ def report(outcomes: list[Outcome], seconds: float) -> dict[str, Any]:
                          "files_not_clean": [o.file for o in outcomes if o.tool == tool and not o.clean]}
                   for tool in TOOLS if any(o.tool == tool for o in outcomes)},
         "kernels": sorted(wanted & launched), "kernels_not_launched": sorted(wanted - launched),
-        "files": [{"file": o.file, "tool": o.tool, "passed": o.passed, "failed": o.failed, "errors": o.errors,
-                   "seconds": o.seconds, "complaints": complaints(o.log)} for o in outcomes],
+        "files": [{"file": o.file, "tool": o.tool, "captured": o.captured, "passed": o.passed, "failed": o.failed,
+                   "errors": o.errors, "seconds": o.seconds, "complaints": complaints(o.log)} for o in outcomes],
     }
 
 
@@ -177,20 +197,20 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=8, help="processes that share the GPU")
     parser.add_argument("--seconds", type=float, default=40.0, help="of each file's tests; the rest is left out")
     parser.add_argument("--inside", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--captured", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
-        return run_tests(options.inside, options.seconds)
+        return run_tests(options.inside, options.tools[0], options.captured, options.seconds)
     from glowplug.entrypoints.bench.conditions import conditions
 
     started = time.monotonic()
-    asked = [(file, tool) for tool in options.tools for file in TESTS
-             if re.search(options.only, file.name)]
     outcomes = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        for outcome in pool.map(lambda one: sanitized(*one, options.seconds), asked):
+        for outcome in pool.map(lambda one: sanitized(*one, options.seconds), jobs(options.tools, options.only)):
             outcomes.append(outcome)
             said = f"{outcome.passed} passed, {outcome.failed} failed, {outcome.errors} errors, {outcome.seconds} s"
-            print(f"{outcome.tool:10} {outcome.file:36} {said}", *complaints(outcome.log), sep="\n  ", flush=True)
+            print(f"{outcome.tool:10} {outcome.file:36} {'captured, ' * outcome.captured}{said}",
+                  *complaints(outcome.log), sep="\n  ", flush=True)
     found = report(outcomes, time.monotonic() - started)
     said = conditions("cuda") | {"command": "python -m tests.gpu_sanitize " + " ".join(sys.argv[1:])}
     if options.output:

@@ -2,11 +2,14 @@
 
 The sampler "teacher" hands out the same tokens whatever the logits are, and keeps the logits. The scheme "plain_torch"
 keeps dequantised weights and multiplies by torch on every device; ``activations = "dynamic"`` rounds them as FP8
-products do. The attention backend "rounded_mla" rounds what it caches to another format.
+products do. The attention backend "rounded_mla" rounds what it caches to another format. The sampler "keeper" is the
+device's own and keeps the logits of every step it takes, replayed or not, without a word from the host.
 """
 from __future__ import annotations
 
 from typing import Literal
+
+from pydantic import Field
 
 from glowplug.core.component import Component
 from glowplug.core.hookspecs import hookimpl
@@ -18,6 +21,12 @@ from glowplug.plugins.sampling.torch_sampler import FEATURES, TorchSamplerOption
 
 class TeacherOptions(TorchSamplerOptions):
     use: Literal["teacher"] = "teacher"  # type: ignore[assignment]
+
+
+class KeeperOptions(TorchSamplerOptions):
+    use: Literal["keeper"] = "keeper"  # type: ignore[assignment]
+    first: int = Field(0, description="position of the first token whose logits are kept")
+    count: int = Field(64, description="positions kept of each row; those of others fall upon the last")
 
 
 class PlainTorchOptions(BlockFp8Options):
@@ -33,7 +42,9 @@ class RoundedMlaOptions(TorchMlaOptions):
 @hookimpl
 def register_samplers() -> list[Component]:
     return [Component("teacher", TeacherOptions, "tests.teacher_runtime:Teacher",
-                      offers=SamplerOffers(features=FEATURES), summary="given tokens, kept logits")]
+                      offers=SamplerOffers(features=FEATURES), summary="given tokens, kept logits"),
+            Component("keeper", KeeperOptions, "tests.teacher_runtime:keeper",
+                      offers=SamplerOffers(features=FEATURES, state_bytes=4.0), summary="kept logits")]
 
 
 @hookimpl

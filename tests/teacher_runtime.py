@@ -17,7 +17,7 @@ from glowplug.plugins.attention.torch_mla_runtime import TorchMla
 from glowplug.plugins.quantization.block_fp8_runtime import BlockFp8
 from glowplug.plugins.quantization.none_runtime import NoQuantization
 from glowplug.plugins.sampling.torch_sampler_runtime import TorchSampler
-from tests.teacher import PlainTorchOptions, RoundedMlaOptions, TeacherOptions
+from tests.teacher import KeeperOptions, PlainTorchOptions, RoundedMlaOptions, TeacherOptions
 
 #: logits by (number of the sequence, position of the token they foretell), on the device, in the order of computation
 SEEN: dict[tuple[int, int], Tensor] = {}
@@ -57,6 +57,35 @@ class Teacher(TorchSampler):
         return replace(super().sample(logits, rows, positions, ahead), tokens=self._scripts[rows, positions])
 
 
+def keeper(options: KeeperOptions, plan: EnginePlan, worker: Worker) -> TorchSampler:
+    if torch.device(worker.device).type == "cpu":
+        return _kept_by(TorchSampler)(options, plan, worker)
+    from glowplug.plugins.sampling.triton_sampler_runtime import TritonSampler
+
+    return _kept_by(TritonSampler)(options, plan, worker)
+
+
+def _kept_by(base: type[TorchSampler]) -> type[TorchSampler]:
+    class Keeper(base):  # type: ignore[valid-type,misc]
+        """``kept``: float32 [rows, count + 1, V], the last of each row being for positions outside the window."""
+
+        def __init__(self, options: KeeperOptions, plan: EnginePlan, worker: Worker) -> None:
+            super().__init__(options, plan, worker)
+            self._first, self._count = options.first, options.count
+
+        def reserve(self, limits: Limits) -> None:
+            self.kept = torch.zeros(limits.rows, self._count + 1, limits.vocab, device=self._device)
+            super().reserve(limits)
+
+        def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Tensor | None = None) -> Sampled:
+            at = positions - self._first
+            at = torch.where((at >= 0) & (at < self._count), at, self._count)
+            self.kept[rows, at] = logits.float()
+            return super().sample(logits, rows, positions, ahead)
+
+    return Keeper
+
+
 def score_prompts(runner: Runner) -> None:
     """From now on logits of scored prompts are kept as well."""
     def score(hidden: Tensor, targets: NDArray[np.int32], row: int, start: int, k: int):  # type: ignore[no-untyped-def]
@@ -80,8 +109,11 @@ class _Torch(NoQuantization):
 
 
 def plain_torch(options: PlainTorchOptions, plan: EnginePlan, worker: Worker) -> QuantizationScheme:
-    made = BlockFp8 if plan.facts.model.quant_method == "fp8" else _Torch
-    return made(options, plan, worker)
+    if plan.facts.model.quant_method != "fp8":
+        return _Torch(options, plan, worker)
+    made = BlockFp8(options, plan, worker)
+    made._in_triton = False
+    return made
 
 
 KEPT = torch.float16

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import gpu_logits, gpu_sanitize
+from tests import gates, gpu_logits, gpu_sanitize
 from tests.tiny import write_config
 
 LOG = """
@@ -39,6 +39,22 @@ def test_what_the_sanitizer_said_is_read() -> None:
     assert "norm._norm" in report["kernels"] and "route._route" in report["kernels_not_launched"]
 
 
+def _captured() -> object:
+    return torch.cuda.CUDAGraph()
+
+
+def _calls_what_captures() -> object:
+    return _captured()
+
+
+def test_tests_that_capture_are_told_apart() -> None:
+    assert gpu_sanitize.captures(_captured) and gpu_sanitize.captures(_calls_what_captures)
+    assert not gpu_sanitize.captures(test_distances)
+    found = [(file.name, tool) for file, tool, captured in gpu_sanitize.jobs(["memcheck", "initcheck"], "") if captured]
+    assert ("test_gpu_replays.py", "memcheck") in found and "initcheck" not in dict(found).values()
+    assert not gpu_sanitize.jobs(["initcheck"], "gpu_replays")
+
+
 def test_distances() -> None:
     want = {(0, 1): torch.tensor([1.0, 2.0, 5.0]), (0, 2): torch.tensor([0.0, 3.0, 1.0])}
     same = gpu_logits.distance(want, want)
@@ -64,3 +80,44 @@ def test_logits_of_a_small_model(tmp_path: Path) -> None:
         assert way in gpu_logits.shown(way, line)
     assert lines["format: cache of bfloat16"]["max_error"] < lines["format: bfloat16"]["max_error"]
     assert 0.3 < lines["reference"]["deviation_of_logits"] < 3
+
+
+def _fp8_runs(folder: Path) -> tuple[gpu_logits.Run, gpu_logits.Run, gpu_logits.Run]:
+    """A reference, one that rounds activations, and that with the first one's experts."""
+    common = gpu_logits.base(str(folder), "cpu", "random")
+    rounds = common | gpu_logits.reference(True, quantization=gpu_logits.DYNAMIC)
+    want = gpu_logits.run(common | gpu_logits.reference(True))
+    return want, gpu_logits.run(rounds), gpu_logits.run(rounds, want.choices)
+
+
+def test_flips_of_gates_are_told_from_rounding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_logits, "LENGTHS", (1, 40, 64, 130))
+    want, rounded, follows = _fp8_runs(write_config(tmp_path, "v3_fp8", max_position_embeddings=1024))
+    assert want.watched and rounded.watched and follows.watched
+    line, forced = gpu_logits.compared(want, rounded), gpu_logits.compared(want, follows)
+    assert 0 < line["gates"]["flipped"] < line["positions"] // 4 and line["gates"]["unexplained"] == 0
+    assert line["gates"]["gap_median"] < line["gates"]["gap_of_all"] / 4
+    assert line["same_experts"]["positions"] == line["positions"] - line["gates"]["flipped"]
+    assert forced["gates"]["flipped"] == 0
+    assert forced["cosine_min"] > 0.99 > line["cosine_min"] and line["same_experts"]["cosine_min"] > 0.99
+    assert "same experts" in gpu_logits.shown("a way", line | {"plan": "", "seconds": 0})
+
+
+def test_the_gap_to_another_choice() -> None:
+    sizes = {"hidden": 1, "width": 1, "experts": 6, "topk": 2, "shared": 0}
+    plain = gates.MoeSizes(**sizes, sigmoid=False)
+    assert float(gates.gap(torch.tensor([[0.1, 0.9, 0.5, 0.45, 0.0, 0.2]]), plain)) == pytest.approx(0.05)
+    grouped = gates.MoeSizes(**sizes, sigmoid=True, groups=3, topk_groups=1)
+    scores = torch.tensor([[0.9, 0.1, 0.48, 0.48, 0.3, 0.2]])  # sums 1.0, 0.96, 0.5; both experts of the first are best
+    assert float(gates.gap(scores, grouped)) == pytest.approx(0.02)
+
+
+def test_a_choice_that_its_scores_do_not_explain_is_counted() -> None:
+    sizes = gates.MoeSizes(hidden=1, width=1, experts=3, topk=1, shared=0, sigmoid=False)
+
+    def chosen(expert: int) -> gates.Choices:
+        return {"gate": gates.Chosen(sizes, [(0, 1)], [torch.tensor([[expert]])], [torch.tensor([[0.6, 0.3, 0.1]])])}
+
+    assert gates.flips(chosen(0), chosen(0)) == (gates.Flips(1, 0, 0.0, 0.0, pytest.approx(0.3), 0.0, 0), set())
+    said, keys = gates.flips(chosen(0), chosen(1))
+    assert (said.flipped, said.unexplained, keys) == (1, 1, {(0, 1)})
