@@ -124,7 +124,7 @@ def gap(scores: Tensor, sizes: MoeSizes) -> Tensor:
     whose best two count in a sigmoid gate, half as much as their sums."""
     found = torch.full_like(scores[:, 0], float("inf"))
     if sizes.topk_groups < sizes.groups:
-        by_group = scores.unflatten(1, (sizes.groups, -1))
+        by_group = scores.view(len(scores), sizes.groups, -1)
         groups = by_group.topk(2, -1).values.sum(-1) if sizes.sigmoid else by_group.amax(-1)
         order = groups.sort(-1, descending=True)
         found = order.values[:, sizes.topk_groups - 1] - order.values[:, sizes.topk_groups]

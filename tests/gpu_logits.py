@@ -264,7 +264,8 @@ def main() -> int:
     options = parser.parse_args()
     from glowplug.entrypoints.bench.conditions import conditions
 
-    plugins, found = load_plugins(), {}
+    plugins = load_plugins()
+    found: dict[str, dict[str, Any]] = {}
     for name in options.model:
         print(f"-- {name}", flush=True)
         found[name] = {}

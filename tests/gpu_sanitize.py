@@ -140,21 +140,24 @@ def sanitized(file: Path, tool: str, captured: bool, seconds: float) -> Outcome:
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=own, timeout=2 * seconds + 20)
         log = done.stdout + done.stderr
     except subprocess.TimeoutExpired as late:
-        log = (late.stdout or b"").decode(errors="replace") + "\n1 failed: it did not end in time"
+        log = (late.stdout or b"").decode(errors="replace") + f"\n1 failed in {2 * seconds + 20:.0f}s: no end"
     return read(file.name, tool, log, time.monotonic() - started, captured)
 
 
 def read(file: str, tool: str, log: str, seconds: float, captured: bool = False) -> Outcome:
     """What the sanitizer and pytest printed."""
     summary = re.findall(r"ERROR SUMMARY: (\d+) error", log)
-    counts = {word: sum(int(n) for n in re.findall(rf"(\d+) {word}", log)) for word in ("passed", "failed", "error")}
+    ends = "\n".join(re.findall(r"^(.*) in [\d.]+s", log, re.MULTILINE))
+    counts = {word: sum(int(n) for n in re.findall(rf"(\d+) {word}", ends)) for word in ("passed", "failed", "error")}
     kernels = re.findall(rf"{LAUNCHED}(.*)", log)
-    return Outcome(file, tool, captured, int(summary[-1]) if summary else None, counts["passed"], counts["failed"],
-                   round(seconds, 1), tuple(kernels[-1].split()) if kernels else (), log)
+    return Outcome(file, tool, captured, int(summary[-1]) if summary else None, counts["passed"],
+                   counts["failed"] + counts["error"], round(seconds, 1),
+                   tuple(kernels[-1].split()) if kernels else (), log)
 
 
 def launchable() -> list[str]:
-    """``module.kernel`` of every Triton kernel that no other one calls."""
+    """``module.kernel`` of every Triton kernel that no other one calls, or hands to one that does (as to a reduction).
+    """
     jitted, called = set(), set()
     for path in KERNELS.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -163,6 +166,7 @@ def launchable() -> list[str]:
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
                 name = ast.unparse(node.func)
                 called.add(name if "." in name else f"{path.stem}.{name}")
+                called |= {f"{path.stem}.{given.id}" for given in node.args if isinstance(given, ast.Name)}
             elif isinstance(node, ast.ImportFrom):
                 called |= {f"{(node.module or '').rpartition('.')[2]}.{alias.name}" for alias in node.names}
     return sorted(jitted - called)
@@ -205,11 +209,15 @@ def main() -> int:
 
     started = time.monotonic()
     outcomes = []
+
+    def work(job: tuple[Path, str, bool]) -> Outcome:
+        return sanitized(*job, options.seconds)
+
     with ThreadPoolExecutor(options.jobs) as pool:
-        for outcome in pool.map(lambda one: sanitized(*one, options.seconds), jobs(options.tools, options.only)):
+        for outcome in pool.map(work, jobs(options.tools, options.only)):
             outcomes.append(outcome)
-            said = f"{outcome.passed} passed, {outcome.failed} failed, {outcome.errors} errors, {outcome.seconds} s"
-            print(f"{outcome.tool:10} {outcome.file:36} {'captured, ' * outcome.captured}{said}",
+            counts = f"{outcome.passed} passed, {outcome.failed} failed, {outcome.errors} errors, {outcome.seconds} s"
+            print(f"{outcome.tool:10} {outcome.file:36} {'captured, ' * outcome.captured}{counts}",
                   *complaints(outcome.log), sep="\n  ", flush=True)
     found = report(outcomes, time.monotonic() - started)
     said = conditions("cuda") | {"command": "python -m tests.gpu_sanitize " + " ".join(sys.argv[1:])}
