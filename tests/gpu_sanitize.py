@@ -166,7 +166,8 @@ def launchable() -> list[str]:
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
                 name = ast.unparse(node.func)
                 called.add(name if "." in name else f"{path.stem}.{name}")
-                called |= {f"{path.stem}.{given.id}" for given in node.args if isinstance(given, ast.Name)}
+                called |= {f"{path.stem}.{given.id}" for part in node.args for given in ast.walk(part)
+                           if isinstance(given, ast.Name)}
             elif isinstance(node, ast.ImportFrom):
                 called |= {f"{(node.module or '').rpartition('.')[2]}.{alias.name}" for alias in node.names}
     return sorted(jitted - called)
