@@ -31,7 +31,8 @@ def engine(folder: Path, device: str, context: int, **changes: Any) -> LLM:
     return LLM(model=str(folder), plugins=TEACHER, **{**base, **changes})
 
 
-def decoded(folder: Path, device: str, prompt: int, steps: int, context: int, **changes: Any) -> list[tuple[list[int], Tensor]]:
+def decoded(folder: Path, device: str, prompt: int, steps: int, context: int,
+            **changes: Any) -> list[tuple[list[int], Tensor]]:
     """Whole sequences of a single request and of two at once, with the logits [steps, V] of their new tokens."""
     keeps = {"use": "keeper", "first": prompt, "count": steps}
     found = []
