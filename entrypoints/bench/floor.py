@@ -1,7 +1,10 @@
-"""The memory floor of a decode step: bytes that must cross the device's memory, over its bandwidth.
+"""Floors: the least time that a decode step, a prefill or a served request can take on a card.
 
-Attention, dense, shared-expert, gate and head weights once; each routed expert that at least one token picks (uniform
-independent routing: E * (1 - (1 - k / E)^B)); the KV cache of every sequence, read once.
+A decode step: bytes that must cross the device's memory, over its bandwidth. Attention, dense, shared-expert, gate and
+head weights once; each routed expert that at least one token picks (uniform independent routing:
+E * (1 - (1 - k / E)^B)); the KV cache of every sequence, read once.
+
+A prefill: its multiplications over the card's matrix rate, or one reading of the weights if that takes longer.
 """
 from __future__ import annotations
 
@@ -16,6 +19,9 @@ from glowplug.core.plan import EnginePlan
 #: bytes a second that a large device copy reaches, read and written, by a part of the card's name (measured)
 COPY_BANDWIDTH = {"H200": 4.3e12}
 REACHABLE = 0.9  #: share of the vendor's bandwidth on cards that are not in the table
+#: operations a second of a large matrix product of random numbers, by a part of the card's name: in bfloat16 (measured)
+#: and in FP8, taken as twice that
+MATRIX_RATE = {"H200": (7.9e14, 1.58e15)}
 SCALE_BYTES = 4
 
 
@@ -51,6 +57,73 @@ def step_bytes(model: ModelFacts, batch: int, context: int, *, element: float = 
                            + model.n_routed_experts * model.hidden_size * element)
         experts = routed * expert * distinct_experts(model, batch)
     return StepBytes(fixed, experts, batch * context * layers * _kv_numbers(model) * kv_element)
+
+
+@dataclass(frozen=True)
+class PrefillWork:
+    """Operations of a prefill: ``linear`` in the weights' own dtype, ``wide`` in bfloat16 (scores, gates, head)."""
+
+    linear: float
+    wide: float
+    fp8: bool
+
+    def seconds(self, rates: tuple[float, float]) -> float:
+        """At ``rates`` operations a second in bfloat16 and in FP8."""
+        return self.linear / rates[self.fp8] + self.wide / rates[0]
+
+
+def prefill_work(model: ModelFacts, prompts: int, length: int) -> PrefillWork:
+    """Of ``prompts`` prompts of ``length`` tokens, causal, un-absorbed, logits of the last token of each."""
+    layers, hidden, tokens = model.num_layers, model.hidden_size, prompts * length
+    routed = sum(is_moe_layer(model, layer) for layer in range(layers))
+    weights = layers * _attention(model) + (layers - routed) * 3 * hidden * stated(model, "intermediate_size")
+    gates = 0
+    if routed:
+        each = stated(model, "n_shared_experts") + stated(model, "num_experts_per_tok")
+        weights += routed * each * 3 * hidden * stated(model, "moe_intermediate_size")
+        gates = routed * model.n_routed_experts * hidden
+    pairs = prompts * length * (length + 1) / 2
+    scores = pairs * layers * model.num_heads * _head_channels(model)
+    return PrefillWork(2.0 * tokens * weights, 2.0 * (tokens * gates + scores + prompts * model.vocab_size * hidden),
+                       weight_bytes(model, 2) < 2)
+
+
+def _head_channels(model: ModelFacts) -> int:
+    """Channels of one head's keys and values together."""
+    if model.kind != "mla":
+        return 2 * model.head_dim
+    return stated(model, "qk_nope_head_dim") + model.qk_rope_head_dim + stated(model, "v_head_dim")
+
+
+@dataclass(frozen=True)
+class Card:
+    """What floors are taken over: ``bandwidth`` in bytes a second, ``rates`` in operations (bfloat16, FP8)."""
+
+    bandwidth: float
+    rates: tuple[float, float]
+
+    def decode(self, model: ModelFacts, batch: int, context: int) -> float:
+        """Seconds of one step, weights and cache in their usual widths."""
+        return step_bytes(model, batch, context).seconds(self.bandwidth)
+
+    def prefill(self, model: ModelFacts, prompts: int, length: int) -> float:
+        """Seconds; with as many tokens as that, every expert a prompt can pick is read."""
+        read = step_bytes(model, prompts * length, 0).seconds(self.bandwidth)
+        return max(prefill_work(model, prompts, length).seconds(self.rates), read)
+
+    def served(self, model: ModelFacts, concurrency: int, prompt: int, output: int) -> dict[str, float]:
+        """Floors of a closed loop by ``bench serving``'s keys: no token before its prompt, no step faster than the
+        decode of ``concurrency`` sequences that are half-way, prompts and steps one after another."""
+        step = self.decode(model, concurrency, prompt + output // 2)
+        whole = self.prefill(model, concurrency, prompt) + (output - 1) * step
+        return {"mean_ttft_ms": self.prefill(model, 1, prompt) * 1e3, "mean_tpot_ms": step * 1e3,
+                "output_throughput": concurrency * output / whole}
+
+
+def known_card(name: str) -> Card | None:
+    """By a part of its name; None when it has not been measured."""
+    return next((Card(rate, MATRIX_RATE[part]) for part, rate in COPY_BANDWIDTH.items()
+                 if part in name and part in MATRIX_RATE), None)
 
 
 def distinct_experts(model: ModelFacts, tokens: int) -> float:

@@ -12,7 +12,7 @@ from glowplug.core.errors import EngineDead, GlowplugError
 from glowplug.entrypoints.bench import report
 from glowplug.entrypoints.bench.conditions import conditions
 from glowplug.entrypoints.bench.engine_options import add_engine_options, engine_config
-from glowplug.entrypoints.bench.floor import card_bandwidth, plan_floor
+from glowplug.entrypoints.bench.floor import card_bandwidth, known_card, plan_floor
 from glowplug.entrypoints.bench.in_process import BatchTimes, median_run, random_ids, run_static_batch, traced
 
 if TYPE_CHECKING:
@@ -147,6 +147,11 @@ def record(times: BatchTimes, args: argparse.Namespace, llm: LLM, bandwidth: flo
         moved = plan_floor(llm.plan, times.batch, times.input_len)
         floor = moved.seconds(bandwidth)
         found |= {"floor_gb": moved.total / 1e9, "floor_ms": floor * 1e3, "floor_share": floor / times.median_decode}
+    devices = llm.plan.facts.hardware.devices
+    card = known_card(devices[0].name) if devices else None
+    if card:
+        floor = card.prefill(llm.plan.facts.model, times.batch, times.input_len)
+        found |= {"floor_prefill_ms": floor * 1e3, "floor_prefill_tokens_per_s": times.batch * times.input_len / floor}
     return found
 
 

@@ -3,7 +3,9 @@
 Reads what each tool writes: ``bench one-batch --save``, SGLang's ``bench_one_batch --result-filename`` (JSON lines, one
 shape each), lines of ``batch N: prefill A ms (B tokens/s), decode step C ms (D tokens/s)`` from a log, and the JSON
 lines of ``bench serving`` (any of the three tools'). With ``--offline`` it also says what share of the offline engine's
-throughput the server reaches. Of several runs of one engine at one point the fastest counts.
+throughput the server reaches. Of several runs of one engine at one point the fastest counts. Each point stands beside
+its floor (``bench/floor.py``) where that is known: one-batch records carry theirs, a server's is that of
+``--floor-model`` on ``--floor-card``.
 """
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from typing import Any
 
 import orjson
 
+from glowplug.core.errors import GlowplugError
 from glowplug.entrypoints.bench import report
+from glowplug.entrypoints.bench.floor import known_card
 
 OURS = "glowplug"
 BESIDE = ("offline", "times_best_peer", "floor", "share_of_floor", "share_of_offline")  #: columns behind the engines'
@@ -29,11 +33,15 @@ Points = dict[int, dict[str, float]]  #: batch size or concurrency -> metric -> 
 
 @dataclass(frozen=True)
 class Metric:
-    """``key`` in results; ``title`` of its table; ``lower`` is better, or higher."""
+    """``key`` in results, ``floor`` of its floor; ``title`` of its table; ``lower`` is better, or higher."""
 
     key: str
     title: str
     lower: bool
+
+    @property
+    def floor(self) -> str:
+        return f"floor_{self.key}"
 
 
 STATIC = (Metric("decode_ms", "decode step, ms", True), Metric("prefill_tokens_per_s", "prefill, tokens/s", False))
@@ -46,6 +54,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("ours", type=Path, help="file of `bench one-batch --save`, or of `bench serving --output-file`")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=FILE", help="a peer's result file or log")
     parser.add_argument("--offline", type=Path, default=None, metavar="FILE", help="of `bench offline --output-file`")
+    parser.add_argument("--floor-model", default=None, metavar="MODEL", help="a serving run's model, for its floors")
+    parser.add_argument("--floor-card", default="H200", metavar="NAME", help="the card it ran on (default H200)")
     parser.add_argument("--output-file", type=Path, default=None, help="write conditions, points and ratios as JSON")
     parser.add_argument("--markdown", type=Path, default=None, help="write the tables")
 
@@ -54,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
     """Exit status 0, or 2 when a file cannot be read."""
     try:
         engines = {OURS: points(args.ours)}
+        if args.floor_model:
+            engines[OURS] = with_floors(engines[OURS], args)
         for given in args.peer:
             name, equals, file = given.partition("=")
             if not equals or not name:
@@ -62,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         found = comparison(engines)
         if args.offline:
             found |= beside_offline(engines[OURS], args.offline)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, GlowplugError) as error:
         print(f"glowplug bench peers: {error}", file=sys.stderr)
         return 2
     tables = markdown(found, list(engines))
@@ -106,8 +118,9 @@ def _point(record: Record) -> tuple[int, dict[str, float]]:
     step = record.get("decode_median_ms") or 1e3 * record["median_decode_latency"]
     values = {"decode_ms": float(step),
               "prefill_tokens_per_s": float(record.get("prefill_tokens_per_s") or record["prefill_throughput"])}
-    if "floor_ms" in record:
-        values["floor_ms"] = float(record["floor_ms"])
+    for kept, said in (("floor_decode_ms", "floor_ms"), ("floor_prefill_tokens_per_s",) * 2):
+        if said in record:
+            values[kept] = float(record[said])
     return int(record["batch_size"]), values
 
 
@@ -120,6 +133,20 @@ def merged(one: Points, other: Points) -> Points:
         for key, value in values.items():
             kept[key] = (min if lower.get(key, True) else max)(kept.get(key, value), value)
     return found
+
+
+def with_floors(ours: Points, args: argparse.Namespace) -> Points:
+    """``ours`` with the floors of its serving points. ValueError for an unknown card."""
+    from glowplug.core.plugins import load_plugins
+
+    card = known_card(args.floor_card)
+    if card is None:
+        raise ValueError(f"--floor-card {args.floor_card}: its bandwidth and matrix rate have not been measured")
+    model = load_plugins().read_model(str(args.floor_model)).facts
+    line = _records(args.ours)[0]
+    prompt, output = int(line["random_input_len"]), int(line["random_output_len"])
+    return {at: values | {f"floor_{key}": floor for key, floor in card.served(model, at, prompt, output).items()}
+            for at, values in ours.items()}
 
 
 CONDITIONS = ("date", "model_id", "backend", "dataset_name", "random_input_len", "random_output_len",
@@ -169,9 +196,9 @@ def _row(metric: Metric, at: int, engines: Mapping[str, Points]) -> dict[str, An
     if peers:
         best = min(peers) if metric.lower else max(peers)
         row["times_best_peer"] = best / values[OURS] if metric.lower else values[OURS] / best
-    floor = engines[OURS][at].get("floor_ms")
-    if floor and metric.key == "decode_ms":
-        row |= {"floor": floor, "share_of_floor": floor / values[OURS]}
+    floor = engines[OURS][at].get(metric.floor)
+    if floor:
+        row |= {"floor": floor, "share_of_floor": floor / values[OURS] if metric.lower else values[OURS] / floor}
     return row
 
 

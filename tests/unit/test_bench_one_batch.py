@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from glowplug.core.facts import DeviceFacts, ModelFacts
-from glowplug.core.parameters import count_elements
+from glowplug.core.parameters import count_elements, stated
 from glowplug.core.plugins import PluginSet, load_plugins
 from glowplug.core.weight_classes import EXPERTS, TIED, VOCAB
 from glowplug.entrypoints import bench
-from glowplug.entrypoints.bench.floor import card_bandwidth, distinct_experts, step_bytes
+from glowplug.entrypoints.bench.floor import card_bandwidth, distinct_experts, known_card, prefill_work, step_bytes
 from glowplug.entrypoints.bench.in_process import BatchTimes
 from glowplug.entrypoints.bench.one_batch import static_config
 from tests.tiny import write_config
@@ -69,6 +69,34 @@ def test_floor_of_the_v3_slice_is_the_published_one(batch: int, milliseconds: fl
                                                     tmp_path: Path) -> None:
     facts = published(plugins, tmp_path, "deepseek-v3-slice")
     assert step_bytes(facts, batch, 512).seconds(4.3e12) * 1e3 == pytest.approx(milliseconds, abs=0.006)
+
+
+def test_prefill_multiplies_every_weight_that_a_token_passes(plugins: PluginSet, tmp_path: Path) -> None:
+    facts = plugins.read_model(str(write_config(tmp_path, "v2"))).facts
+    one_token = step_bytes(facts, 1, 0)
+    head = 2 * facts.vocab_size * facts.hidden_size
+    work = prefill_work(facts, 1, 1)
+    channels = stated(facts, "qk_nope_head_dim") + facts.qk_rope_head_dim + stated(facts, "v_head_dim")
+    scores = 2 * facts.num_layers * facts.num_heads * channels
+    assert work.linear + work.wide == pytest.approx(one_token.total + scores)  # 2 bytes and 2 operations a weight
+    two, three = prefill_work(facts, 2, 64), prefill_work(facts, 3, 64)
+    assert two.linear * 3 == pytest.approx(three.linear * 2)
+    longer = prefill_work(facts, 2, 128)
+    assert longer.linear == pytest.approx(2 * two.linear)
+    scored = two.wide - prefill_work(facts, 128, 1).wide + 126 * head
+    assert scored == pytest.approx(scores * (2 * 64 * 65 / 2 - 128))
+
+
+def test_prefill_floor_is_reading_or_multiplying_whichever_takes_longer(plugins: PluginSet, tmp_path: Path) -> None:
+    card = known_card("NVIDIA H200")
+    assert card is not None and known_card("NVIDIA T4") is None
+    facts = published(plugins, tmp_path, "deepseek-v2-lite", vocab_size=129280)
+    assert card.prefill(facts, 1, 64) == step_bytes(facts, 64, 0).seconds(4.3e12)
+    assert card.prefill(facts, 32, 1024) == prefill_work(facts, 32, 1024).seconds((7.9e14, 1.58e15))
+    assert 150_000 < 32 * 1024 / card.prefill(facts, 32, 1024) < 180_000
+    fp8 = published(plugins, tmp_path, "deepseek-v3-slice")
+    work = prefill_work(fp8, 32, 512)
+    assert work.fp8 and work.seconds((1.0, 2.0)) == pytest.approx(work.linear / 2 + work.wide)
 
 
 def test_cache_bytes_grow_with_batch_context_and_dtype(plugins: PluginSet, tmp_path: Path) -> None:
@@ -167,7 +195,8 @@ STATIC_LINE = {"batch_size": 8, "input_len": 1024, "prefill_throughput": 67000.0
 def test_our_points_beside_two_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours, sglang, vllm = tmp_path / "ours.json", tmp_path / "sglang.jsonl", tmp_path / "vllm.log"
     ours.write_text(json.dumps({"card": "H200", "results": [
-        {"batch_size": 8, "decode_median_ms": 5.0, "prefill_tokens_per_s": 90000.0, "floor_ms": 4.0},
+        {"batch_size": 8, "decode_median_ms": 5.0, "prefill_tokens_per_s": 90000.0, "floor_ms": 4.0,
+         "floor_prefill_tokens_per_s": 120000.0},
         {"batch_size": 1, "decode_median_ms": 4.0, "prefill_tokens_per_s": 30000.0, "floor_ms": 1.0}]}))
     sglang.write_text("\n".join(json.dumps(STATIC_LINE | {"median_decode_latency": step})
                                 for step in (0.00726, 0.0071)))
@@ -184,7 +213,10 @@ def test_our_points_beside_two_peers(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert second["sglang"] == pytest.approx(7.1)
     assert second["times_best_peer"] == pytest.approx(6.77 / 5.0)
     assert second["share_of_floor"] == pytest.approx(0.8)
-    assert whole["tables"]["prefill, tokens/s"][1]["times_best_peer"] == pytest.approx(90000 / 85370)
+    prefill = whole["tables"]["prefill, tokens/s"]
+    assert prefill[1]["times_best_peer"] == pytest.approx(90000 / 85370)
+    assert (prefill[1]["floor"], prefill[1]["share_of_floor"]) == (120000.0, 0.75)
+    assert "floor" not in prefill[0]
     assert whole["conditions"]["card"] == "H200"
     assert table.read_text().strip() == capsys.readouterr().out.strip()
 
@@ -202,6 +234,28 @@ def test_serving_records_compare_too(tmp_path: Path) -> None:
     assert tables["serving, mean TTFT in ms"][1]["times_best_peer"] == pytest.approx(441 / 400)
     assert tables["serving, mean TPOT in ms"][1]["times_best_peer"] == pytest.approx(10.71 / 9)
     assert json.loads(out.read_text())["conditions"] == {"date": "today", "seed": 0, "requests": {"1": 3, "32": 96}}
+
+
+def test_each_serving_point_beside_its_floor(tmp_path: Path, plugins: PluginSet,
+                                             capsys: pytest.CaptureFixture[str]) -> None:
+    published(plugins, tmp_path, "deepseek-v2-lite", vocab_size=129280)
+    ours, out = tmp_path / "a.jsonl", tmp_path / "out.json"
+    ours.write_text(json.dumps({"max_concurrency": 32, "output_throughput": 3431.0, "mean_ttft_ms": 214.0,
+                                "mean_tpot_ms": 8.5, "random_input_len": 1024, "random_output_len": 256}))
+    words = ("peers", str(ours), "--output-file", str(out), "--floor-model", str(tmp_path))
+    assert run(*words) == 0
+    rows = {title: table[0] for title, table in json.loads(out.read_text())["tables"].items()}
+    step = rows["serving, mean TPOT in ms"]
+    facts = plugins.read_model(str(tmp_path)).facts
+    assert step["floor"] == pytest.approx(step_bytes(facts, 32, 1024 + 128).seconds(4.3e12) * 1e3)
+    assert step["share_of_floor"] == pytest.approx(step["floor"] / 8.5)
+    first = rows["serving, mean TTFT in ms"]
+    assert first["floor"] == pytest.approx(7.2, abs=0.1) and first["share_of_floor"] == first["floor"] / 214.0
+    rate = rows["serving, output tokens/s"]
+    assert rate["share_of_floor"] == 3431.0 / rate["floor"]
+    assert rate["floor"] == pytest.approx(32 * 256 / (0.1919 + 255 * step["floor"] / 1e3), rel=0.01)
+    assert run(*words, "--floor-card", "T4") == 2
+    assert "not been measured" in capsys.readouterr().err
 
 
 def test_serving_beside_the_offline_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
