@@ -5,10 +5,12 @@ judged by these words only; to teach the engine a new incompatibility, add a wor
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from functools import cached_property
+
+from glowplug.core.memory.work import AttentionStep, ExpertsStep, Work
 
 
 class Mode(StrEnum):
@@ -80,6 +82,8 @@ class AttentionOffers(Offers):
         max_width: largest number of query tokens a row in decode/verify; 0: any.
         padding: accepts padded rows (page table rows that point at the scratch page).
         first_key: honours ``Batch.first_key`` (a draft's cache has no entry for the first position).
+        work: bytes that a prefill step holds on a device beside its queries and new cache entries, the output among
+            them; None: nobody has counted, and the byte budget guesses.
     """
 
     kinds: frozenset[str] = frozenset()
@@ -89,6 +93,7 @@ class AttentionOffers(Offers):
     max_width: int = 0
     padding: bool = True
     first_key: bool = False
+    work: Callable[[AttentionStep], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,9 @@ class QuantizationOffers(Offers):
         online_bytes: what a number then takes, scales left out (the byte budget needs it).
         block_shape: (rows, columns) of a weight block, or None.
         dequantizes: device types on which quantized weights are kept in the compute dtype (the byte budget needs it).
+        cast_bytes: of a number of activations as its products read them on a device; 0: in the compute dtype.
+        rides: on a device the shared expert may be computed as further routed ones.
+        experts_work: what routed experts hold on a device; None: rows of the compute dtype.
     """
 
     reads: frozenset[str] = frozenset()
@@ -108,6 +116,9 @@ class QuantizationOffers(Offers):
     online_bytes: int = 1
     block_shape: tuple[int, int] | None = None
     dequantizes: frozenset[str] = frozenset()
+    cast_bytes: float = 0.0
+    rides: bool = False
+    experts_work: Callable[[ExpertsStep], Work] | None = None
 
 
 @dataclass(frozen=True)
@@ -173,11 +184,13 @@ class GraphOffers(Offers):
 class SamplerOffers(Offers):
     """Samplers. ``features``: request fields it honours (names of ``SamplingParams`` fields).
 
-    ``state_bytes``: what it keeps on a device at most, for each row and token of the vocabulary.
+    ``state_bytes``: what it keeps on a device at most, for each row and token of the vocabulary. ``copies``: of the
+    logits that it makes in a step on a device, at most.
     """
 
     features: frozenset[str] = frozenset()
     state_bytes: float = 0.0
+    copies: float = 9.75
 
 
 @dataclass(frozen=True)
@@ -225,9 +238,13 @@ class ModelOffers(Offers):
 
 @dataclass(frozen=True)
 class OpsOffers(Offers):
-    """Elementwise and routing kernels bound on layers. ``ops``: names of the table's entries it provides."""
+    """Elementwise and routing kernels bound on layers. ``ops``: names of the table's entries it provides.
+
+    ``adds_parts``: norms add up the rows of a token's experts, which then stay as they are until the next layer.
+    """
 
     ops: frozenset[str] = frozenset()
+    adds_parts: bool = False
 
 
 @dataclass(frozen=True)

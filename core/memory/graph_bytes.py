@@ -13,6 +13,7 @@ MIB = 1 << 20
 FIXED = 96 * MIB  #: what the first graph takes: the driver, and libraries' workspaces for the capturing stream
 PER_LAYER = MIB // 9  #: what it takes for a layer in the graphs of one batch size: parameters of its kernels
 PER_PIECE = 2 * MIB // 15  #: the same of one token count, whose layers are graphs of their own
+SAMPLED = 1.03  #: logits with what a captured step makes of them
 INSIDE = ("model", "quantization", "ops")  #: slots whose components are inside a captured pass
 
 
@@ -35,8 +36,8 @@ def graph_line(draft: Draft, rows: int, step_tokens: int, step_bytes: Callable[[
     """Where ``rows`` sequences may run, in steps of ``step_tokens`` at most; ``step_bytes`` of a number of tokens:
     activations of such a step. None without graphs. Says in the plan which batch sizes and token counts are captured.
 
-    All graphs share one pool, so that it is as large as the largest needs: a step's activations, its logits as the
-    head leaves them and in float32, and what sampling makes of them; or a pass's activations.
+    All graphs share one pool, so that it is as large as the largest needs: a step's activations, its logits with what
+    sampling makes of them, or a pass's activations.
     """
     runner = draft.first("graphs")
     if runner is None or not isinstance(runner.options, GraphOptions):
@@ -51,8 +52,8 @@ def graph_line(draft: Draft, rows: int, step_tokens: int, step_bytes: Callable[[
         _decide_counts(draft, counts, step_tokens)
         how += f", {len(counts)} token counts up to {counts[-1]}"
     tokens = sizes[-1] * draft.values["width"]
-    logits = tokens * draft.facts.model.vocab_size * (4 + 4 + 2)
-    pool = max(step_bytes(tokens) + logits, step_bytes(counts[-1]) if counts else 0)
+    logits = int(tokens * draft.facts.model.vocab_size * 4 * SAMPLED)
+    pool = max(step_bytes(tokens), logits, step_bytes(counts[-1]) if counts else 0)
     return BudgetLine("graphs", driver_bytes(len(sizes), draft.facts.model.num_layers, len(counts)) + pool,
                       f"{how}, one pool")
 

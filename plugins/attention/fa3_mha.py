@@ -10,6 +10,7 @@ from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
 from glowplug.core.options import AttentionOptions
 from glowplug.plugins.attention.library import HOPPER, SGL_KERNEL
+from glowplug.plugins.attention.prefill_bytes import mha_bytes
 
 NAME = "fa3_mha"
 HEAD = 128  #: numbers of a head
@@ -41,5 +42,6 @@ def register_attention_backends() -> list[Component]:
         requires=(Package(SGL_KERNEL, ">=0.4.2"), Package("triton", ">=3.5")),
         offers=AttentionOffers(
             kinds=frozenset({"mha"}), devices=frozenset({"cuda"}), compute=HOPPER, dtypes=DTYPES,
-            kv_dtypes=DTYPES, first_key=True, modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER}),
+            kv_dtypes=DTYPES, first_key=True, modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER},
+            work=mha_bytes),
         summary="multi-head and grouped-query attention by FlashAttention-3 (sgl_kernel), Hopper")]

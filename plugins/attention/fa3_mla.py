@@ -8,6 +8,7 @@ from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
 from glowplug.plugins.attention.absorbed import AbsorbedOptions
 from glowplug.plugins.attention.library import HOPPER, SGL_KERNEL, SIXTEEN_BITS, check_kv_is_compute
+from glowplug.plugins.attention.prefill_bytes import mla_bytes
 
 
 class Fa3MlaOptions(AbsorbedOptions):
@@ -22,5 +23,6 @@ def register_attention_backends() -> list[Component]:
         requires=(Package(SGL_KERNEL, ">=0.4.2"),),
         offers=AttentionOffers(
             kinds=frozenset({"mla"}), devices=frozenset({"cuda"}), compute=HOPPER, dtypes=SIXTEEN_BITS,
-            kv_dtypes=SIXTEEN_BITS, first_key=True, modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER}),
+            kv_dtypes=SIXTEEN_BITS, first_key=True, modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER},
+            work=mla_bytes),
         summary="latent attention by FlashAttention-3 (sgl_kernel), Hopper")]

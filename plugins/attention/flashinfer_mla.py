@@ -8,6 +8,7 @@ from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import AttentionOffers, Capture, Mode
 from glowplug.plugins.attention.absorbed import AbsorbedOptions
 from glowplug.plugins.attention.library import HOPPER, SIXTEEN_BITS, check_kv_is_compute
+from glowplug.plugins.attention.prefill_bytes import mla_bytes
 
 #: it plans with lengths that the host knows, so nothing where they live on the device (drafts and their verification)
 MODES = {Mode.PREFILL: Capture.EAGER, Mode.DECODE: Capture.GRAPH, Mode.IDLE: Capture.GRAPH, Mode.VERIFY: Capture.NO,
@@ -25,5 +26,5 @@ def register_attention_backends() -> list[Component]:
         factory="glowplug.plugins.attention.flashinfer_mla_runtime:FlashInferMla",
         requires=(Package("flashinfer-python", ">=0.6.11"),),
         offers=AttentionOffers(kinds=frozenset({"mla"}), devices=frozenset({"cuda"}), compute=HOPPER,
-                               dtypes=SIXTEEN_BITS, kv_dtypes=SIXTEEN_BITS, max_width=1, modes=MODES),
+                               dtypes=SIXTEEN_BITS, kv_dtypes=SIXTEEN_BITS, max_width=1, modes=MODES, work=mla_bytes),
         summary="latent attention by flashinfer, Hopper; without drafts; builds its kernels at first use")]

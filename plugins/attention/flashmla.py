@@ -8,6 +8,7 @@ from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
 from glowplug.plugins.attention.absorbed import AbsorbedOptions
 from glowplug.plugins.attention.library import HOPPER, SGL_KERNEL, SIXTEEN_BITS, check_kv_is_compute
+from glowplug.plugins.attention.prefill_bytes import mla_bytes
 
 PAGE = 64  #: the only page size its kernels read
 
@@ -25,5 +26,5 @@ def register_attention_backends() -> list[Component]:
         offers=AttentionOffers(
             kinds=frozenset({"mla"}), devices=frozenset({"cuda"}), compute=HOPPER, dtypes=SIXTEEN_BITS,
             kv_dtypes=SIXTEEN_BITS, page_sizes=frozenset({PAGE}), first_key=True,
-            modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER}),
+            modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER}, work=mla_bytes),
         summary="latent attention by FlashMLA (sgl_kernel), Hopper, pages of 64")]

@@ -9,6 +9,7 @@ from glowplug.core.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mod
 from glowplug.plugins.attention.absorbed import AbsorbedOptions
 from glowplug.plugins.attention.flashmla import PAGE
 from glowplug.plugins.attention.library import HOPPER, SGL_KERNEL, SIXTEEN_BITS, check_kv_is_compute
+from glowplug.plugins.attention.prefill_bytes import mla_bytes
 
 
 class HopperMlaOptions(AbsorbedOptions):
@@ -24,6 +25,6 @@ def register_attention_backends() -> list[Component]:
         offers=AttentionOffers(
             kinds=frozenset({"mla"}), devices=frozenset({"cuda"}), compute=HOPPER, dtypes=SIXTEEN_BITS,
             kv_dtypes=SIXTEEN_BITS | {"fp8_e4m3"}, page_sizes=frozenset({PAGE}), tree=True, first_key=True,
-            modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER}),
+            modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER}, work=mla_bytes),
         summary="latent attention on Hopper, each step's decoding rows by what was measured fastest for their number "
                 "and heads (FlashMLA or Triton; table in attention/measured.py), prefill by FlashAttention-3")]

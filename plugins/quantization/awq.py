@@ -101,5 +101,5 @@ def _some(names: list[str]) -> str:
 def register_quantization_schemes() -> list[Component]:
     return [Component(
         name=NAME, options=AwqOptions, check=check_awq, factory="glowplug.plugins.quantization.awq_runtime:awq",
-        offers=QuantizationOffers(reads=frozenset({NAME}), dequantizes=frozenset({"cpu"})),
+        offers=QuantizationOffers(reads=frozenset({NAME}), dequantizes=frozenset({"cpu"}), rides=True),
         summary="int4 weights with a scale and a zero a group, as AutoAWQ writes them")]

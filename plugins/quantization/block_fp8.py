@@ -11,6 +11,7 @@ from glowplug.core.errors import Refusal
 from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import QuantizationOffers
 from glowplug.core.options import QuantizationOptions
+from glowplug.plugins.quantization.experts_bytes import CAST, fp8_experts
 
 METHOD = "fp8"  #: the checkpoint's ``quant_method``
 FP8_COMPUTE = 89  #: the first compute capability whose tensor cores multiply E4M3
@@ -70,5 +71,6 @@ def register_quantization_schemes() -> list[Component]:
         name="block_fp8", options=BlockFp8Options, check=check_block_fp8,
         factory="glowplug.plugins.quantization.block_fp8_runtime:block_fp8",
         offers=QuantizationOffers(reads=frozenset({METHOD}), online=True, block_shape=(128, 128),
-                                  dequantizes=frozenset({"cpu"})),
+                                  dequantizes=frozenset({"cpu"}), cast_bytes=CAST, rides=True,
+                                  experts_work=fp8_experts),
         summary="E4M3 weights in 128x128 blocks, native or quantised while loading")]

@@ -7,6 +7,7 @@ from glowplug.core.component import Component
 from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import QuantizationOffers
 from glowplug.core.options import QuantizationOptions
+from glowplug.plugins.quantization.experts_bytes import dense_experts
 
 
 class NoQuantizationOptions(QuantizationOptions):
@@ -18,5 +19,5 @@ def register_quantization_schemes() -> list[Component]:
     return [Component(
         name="none", options=NoQuantizationOptions,
         factory="glowplug.plugins.quantization.none_runtime:NoQuantization",
-        offers=QuantizationOffers(reads=frozenset({"none"})),
+        offers=QuantizationOffers(reads=frozenset({"none"}), rides=True, experts_work=dense_experts),
         summary="weights as they are, in the compute dtype")]

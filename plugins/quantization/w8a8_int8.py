@@ -18,6 +18,7 @@ from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import QuantizationOffers
 from glowplug.core.options import QuantizationOptions
 from glowplug.core.stored_formats import INT8_METHODS, quantization_config
+from glowplug.plugins.quantization.experts_bytes import int8_experts
 from glowplug.plugins.quantization.left_alone import EXPRESSION, KEYS
 
 NAME = "w8a8_int8"
@@ -118,5 +119,6 @@ def register_quantization_schemes() -> list[Component]:
     return [Component(
         name=NAME, options=W8A8Int8Options, check=check_w8a8_int8,
         factory="glowplug.plugins.quantization.w8a8_int8_runtime:w8a8_int8",
-        offers=QuantizationOffers(reads=INT8_METHODS, online=True, dequantizes=frozenset({"cpu"})),
+        offers=QuantizationOffers(reads=INT8_METHODS, online=True, dequantizes=frozenset({"cpu"}), cast_bytes=1.0,
+                                  rides=True, experts_work=int8_experts),
         summary="int8 weights with a scale a row, native or quantised while loading; activations a token at a time")]

@@ -19,6 +19,6 @@ def register_samplers() -> list[Component]:
     return [Component(
         name="triton", options=TritonSamplerOptions,
         factory="glowplug.plugins.sampling.triton_sampler_runtime:TritonSampler",
-        offers=SamplerOffers(devices=frozenset({"cuda"}), features=FEATURES, state_bytes=4.0),
+        offers=SamplerOffers(devices=frozenset({"cuda"}), features=FEATURES, state_bytes=4.0, copies=1.0),
         requires=(Package("triton", ">=3.5"),),
         summary="every feature of the torch sampler without a sort or a word from the host, so that graphs hold it")]

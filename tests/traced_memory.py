@@ -1,0 +1,295 @@
+"""What a step on one H200 allocates, found without a GPU: a rank over fake CUDA tensors, whose live bytes are counted.
+
+Kernels are not run. Triton's launches do nothing; libraries' functions return what the real ones allocate.
+"""
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from glowplug.core import placement, warmup, worker
+from glowplug.core.batch import shape_of
+from glowplug.core.machine import read_sheet
+from glowplug.core.memory.pool import KVPool
+from glowplug.core.plan import EnginePlan
+from glowplug.core.plugins import PluginSet, load_plugins
+from glowplug.core.resolve import plan as make_plan
+from glowplug.core.runner import Runner
+from tests.source_tree import ROOT
+from tests.tiny import write_config
+
+INSTALLED = {"sglang-kernel": "0.4.2.post2", "flashinfer-python": "0.6.11.post1", "triton": "3.6.0",
+             "sgl-deep-gemm": "0.1.0"}
+BLOCK = 512  #: torch's allocator hands out multiples of so many bytes
+OURS = "glowplug"
+MIB = 1 << 20
+
+
+class Tally(TorchDispatchMode):
+    """Bytes of CUDA storages alive, and who allocated those of the peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: dict[int, tuple[StorageWeakRef, int, str]] = {}
+        self.most, self.at_most = 0, Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda":
+                self.see(leaf)
+        return result
+
+    def see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        known = self._alive.get(key)
+        if known is not None and not known[0].expired():
+            return
+        size = -(-storage.nbytes() // BLOCK) * BLOCK
+        self._alive[key] = (StorageWeakRef(storage), size, _site())
+        held = self.held()
+        if held > self.most:
+            self.most, self.at_most = held, Counter()
+            for _, each, where in self._alive.values():
+                self.at_most[where] += each
+
+    def held(self) -> int:
+        for key in [key for key, (ref, _, _) in self._alive.items() if ref.expired()]:
+            del self._alive[key]
+        return sum(size for _, size, _ in self._alive.values())
+
+    def restart(self) -> tuple[int, Counter[str]]:
+        sites: Counter[str] = Counter()
+        held = self.held()
+        for _, size, where in self._alive.values():
+            sites[where] += size
+        self.most, self.at_most = held, sites
+        return held, sites
+
+
+def _site() -> str:
+    frames = [frame for frame in traceback.extract_stack() if "/glowplug/" in frame.filename]
+    return " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames[-4:]))
+
+
+def plugins_of_the_card() -> PluginSet:
+    made = load_plugins(entry_points=False)
+    made.__dict__["software"] = replace(made.software, packages={**made.software.packages, **INSTALLED})
+    return made
+
+
+def planned(folder: Path, plugins: PluginSet, **config: Any) -> EnginePlan:
+    given = {"model": str(folder), "weights": {"use": "random"}, "skip_tokenizer": True, **config}
+    return make_plan(given, plugins=plugins, hardware=read_sheet("1xh200"))
+
+
+class Traced:
+    """A rank's model, attention and sampler over fake tensors; ``peak`` runs a step and says what it took."""
+
+    def __init__(self, plan: EnginePlan, plugins: PluginSet, tally: Tally) -> None:
+        self.plan, self.tally = plan, tally
+        self.place = worker.make_worker(plan, 0)
+        self.builder = worker.RankBuilder(plan, self.place, plugins, lambda *_: None, lambda *_: None)
+        self.context = worker.build_context(plan, plugins, self.builder.worker)
+        self.model, self.draft, speculative = self.builder._models(self.context)
+        for made in (self.model, self.draft):
+            if made is not None:
+                made.finalize()
+        self.runner = self.builder._runner(self.context, self.model, speculative)
+        pool = KVPool(self.runner.attention.kv_layout(), warmup.FEW_PAGES, self.place.device)
+        self.builder.memory._reserve(pool, self.runner.attention, speculative, self.runner.sampler)
+
+    def peak(self, steps: Callable[..., None]) -> tuple[int, Counter[str]]:
+        before, sites = self.tally.restart()
+        with torch.inference_mode():
+            steps(self.runner, self.plan)
+        taken = self.tally.at_most.copy()
+        taken.subtract(sites)
+        return self.tally.most - before, +taken
+
+
+def _run(runner: Runner, batch: Any, widest: Any) -> None:
+    batch.agreed = shape_of(widest)
+    runner._join(batch)
+    runner.sampler.plan_step(batch)
+    runner._complete(batch)
+    _, hidden = runner.step(batch)
+    if batch.prompt_logprobs is not None:
+        with mock.patch.object(torch.Tensor, "numpy", lambda tensor: np.zeros(tensor.shape)):
+            runner._prompt_logprobs(batch, hidden)
+
+
+def _libraries() -> dict[str, ModuleType]:
+    sgl, flash, mla, deep = (ModuleType(name) for name in (
+        "sgl_kernel", "sgl_kernel.flash_attn", "sgl_kernel.flash_mla", "deep_gemm"))
+
+    def varlen(q: Any, k: Any, v: Any, **given: Any) -> tuple[Any, Any]:
+        given["out"] = q.new_empty(*q.shape[:2], v.shape[2]) if given.get("out") is None else given["out"]
+        return given["out"], q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+
+    def with_cache(q: Any, k_cache: Any, v_cache: Any, **given: Any) -> Any:
+        return q.new_empty(*q.shape[:3], v_cache.shape[-1])
+
+    def metadata(lens: Any, queries: int, heads: int, *rest: Any) -> tuple[Any, Any]:
+        return lens.new_empty(132, 8), lens.new_empty(len(lens) + 1)
+
+    def mla_cache(q: Any, kv: Any, table: Any, lens: Any, lora: int, *rest: Any, **given: Any) -> tuple[Any, Any]:
+        rows, width, heads = q.shape[:3]
+        parts = rows + 132
+        keep = (q.new_empty(parts, heads * width, lora, dtype=torch.float32), q.new_empty(parts, heads * width))
+        del keep
+        return q.new_empty(rows, width, heads, lora), q.new_empty(rows, heads, width, dtype=torch.float32)
+
+    flash.flash_attn_varlen_func, flash.flash_attn_with_kvcache = varlen, with_cache  # type: ignore[attr-defined]
+    mla.get_mla_metadata, mla.flash_mla_with_kvcache = metadata, mla_cache  # type: ignore[attr-defined]
+    sgl.flash_attn, sgl.flash_mla = flash, mla  # type: ignore[attr-defined]
+    sgl.fp8_blockwise_scaled_mm = lambda x, w, *rest: x.new_empty(  # type: ignore[attr-defined]
+        len(x), w.shape[1], dtype=rest[-1])
+    deep.fp8_gemm_nt = deep.m_grouped_fp8_gemm_nt_contiguous = lambda *_: None  # type: ignore[attr-defined]
+    return {module.__name__: module for module in (sgl, flash, mla, deep)}
+
+
+def _get(tensor: torch.Tensor, key: Any) -> torch.Tensor:
+    """Indexing by torch's functions: Python's goes through a guard of a device that is not there."""
+    keys = list(key) if isinstance(key, tuple) else [key]
+    if Ellipsis in [part for part in keys if part is Ellipsis]:
+        at = next(i for i, part in enumerate(keys) if part is Ellipsis)
+        named = sum(part is not None and part is not Ellipsis for part in keys)
+        keys[at : at + 1] = [slice(None)] * (tensor.dim() - named)
+    dim, tensors = 0, {}
+    for part in keys:
+        if part is None:
+            tensor, dim = tensor.unsqueeze(dim), dim + 1
+        elif isinstance(part, slice):
+            if part != slice(None):
+                tensor = torch.ops.aten.slice(tensor, dim, part.start, part.stop, part.step or 1)
+            dim += 1
+        elif isinstance(part, torch.Tensor):
+            tensors[dim], dim = part, dim + 1
+        else:
+            tensor = torch.ops.aten.select(tensor, dim, int(part))
+    if tensors:
+        return torch.ops.aten.index(tensor, [tensors.get(at) for at in range(max(tensors) + 1)])
+    return tensor
+
+
+@contextmanager
+def fake_card() -> Iterator[Tally]:
+    """Within it tensors of device "cuda" are fake, and Triton's launches do nothing."""
+    from triton.runtime.jit import JITFunction
+
+    from glowplug.kernels.triton import dependent, tuned
+
+    fake, tally = FakeTensorMode(allow_non_fake_inputs=True), Tally()
+    from_numpy, original = torch.from_numpy, placement.send
+
+    def sent(parts: Any, device: Any) -> tuple[Any, ...]:
+        sizes = [-(-len(part) // placement.ALIGNED) * placement.ALIGNED for part in parts]
+        whole = torch.empty(sum(sizes), dtype=torch.int32, device="cuda")
+        return tuple(piece[: len(part)] for piece, part in zip(whole.split(sizes), parts, strict=True))
+
+    with ExitStack() as stack:
+        patch = lambda where, name, value: stack.enter_context(mock.patch.object(where, name, value))  # noqa: E731
+        for name, module in _libraries().items():  # without patch.dict, which would forget what is imported meanwhile
+            sys.modules[name] = module
+        patch(JITFunction, "run", lambda *args, **given: None)
+        patch(dependent, "options", lambda: {"DEPENDENT": True, "launch_pdl": True})
+        patch(tuned, "device_name", lambda: "NVIDIA_H200")
+        patch(tuned, "triton_version", lambda: "3.6")
+        patch(torch.cuda, "is_available", lambda: True)
+        patch(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        patch(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
+        patch(warmup, "_run", _run)
+        patch(torch, "from_numpy", lambda array: torch.empty(array.shape, dtype=from_numpy(array[:0]).dtype))
+        patch(torch.Tensor, "pin_memory", lambda tensor: tensor)
+        patch(torch.Tensor, "cpu", lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
+        patch(torch.Tensor, "copy_", lambda tensor, *_, **given: tensor)
+        patch(torch.Tensor, "__getitem__", _get)
+        patch(torch.Tensor, "__setitem__", lambda *_: None)
+        for module in [m for name, m in list(sys.modules.items()) if name.startswith(OURS) and hasattr(m, "send")]:
+            if module.send is original:
+                patch(module, "send", sent)
+        stack.enter_context(fake)
+        stack.enter_context(tally)
+        yield tally
+
+
+TINY = {"dtype": "bfloat16"}
+FULL = {"context_length": 8192, "scheduler": {"max_running_requests": 512}}
+LONG = {"context_length": 65536, "scheduler": {"max_running_requests": 8}}
+#: name -> (shape that ships or tiny model, layers of a shape, configuration)
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "v2-lite": ("deepseek-v2-lite", 3, FULL),
+    "v2-lite, long": ("deepseek-v2-lite", 3, LONG),
+    "v2-lite, triton_mla": ("deepseek-v2-lite", 3, {**LONG, "attention": {"use": "triton_mla"}}),
+    "v2-lite, dense layer": ("deepseek-v2-lite", 1, FULL),
+    "v2-lite, int8": ("deepseek-v2-lite", 3, {**FULL, "quantization": {"use": "w8a8_int8"}}),
+    "v3": ("deepseek-v3", 4, FULL),
+    "v3, long": ("deepseek-v3", 4, LONG),
+    "v3, own experts": ("deepseek-v3", 4, {**FULL, "quantization": {"use": "block_fp8", "experts": "triton"}}),
+    "v3, few tokens": ("deepseek-v3", 4, {**FULL, "scheduler": {"max_running_requests": 16, "chunk_size": 1024}}),
+    "tiny v2": ("v2", 0, TINY),
+    "tiny v3": ("v3", 0, TINY),
+    "tiny v3_fp8": ("v3_fp8", 0, TINY),
+    "tiny llama": ("llama", 0, TINY),
+}
+
+
+def written(folder: Path, name: str, layers: int) -> Path:
+    """A folder with the config.json of a case."""
+    if not layers:
+        return write_config(folder, name)
+    shape = json.loads((ROOT / "models" / "shapes" / f"{name}.json").read_text())
+    (folder / "config.json").write_text(json.dumps(
+        {**shape, "num_hidden_layers": layers, "num_nextn_predict_layers": 0}))
+    return folder
+
+
+def case(name: str, plugins: PluginSet, show: bool) -> dict[str, tuple[int, int]]:
+    """(planned, traced) bytes by line."""
+    shape, layers, config = CASES[name]
+    with tempfile.TemporaryDirectory() as folder:
+        plan = planned(written(Path(folder), shape, layers), plugins, **config)
+    lines = {line.name: line.bytes for line in plan.budget}
+    captured = partial(warmup.most_captured, rows=min(512, plan.sizes.max_running))
+    found = {}
+    with fake_card() as tally:
+        traced = Traced(plan, plugins, tally)
+        for line, steps in (("activations", warmup.most_tokens), ("logits", warmup.most_logits), ("graphs", captured)):
+            peak, sites = traced.peak(steps)
+            found[line] = lines[line], peak
+            if show:
+                print(f"{name}, {line}: planned {lines[line] / MIB:.1f}, traced {peak / MIB:.1f} MiB")
+                for where, size in sites.most_common(12):
+                    print(f"   {size / MIB:9.2f}  {where}")
+    return found
+
+
+def main() -> None:
+    """Planned and traced bytes of the cases whose names hold the first argument, as JSON; ``--show``: whose they are"""
+    wanted, plugins = (sys.argv[1:] or [""])[0].removeprefix("--show"), plugins_of_the_card()
+    found = {name: case(name, plugins, "--show" in sys.argv) for name in CASES if wanted in name}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
