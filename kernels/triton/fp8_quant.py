@@ -15,7 +15,9 @@ from torch import Tensor
 from glowplug.kernels.triton import dependent
 
 GROUP = 128
-CHUNK = 8  #: groups a program quantises where a token's groups do not depend on each other
+CHUNK = 8  #: groups a program quantises where a token's groups do not depend on each other,
+CHUNK_OF_MANY = 16  #: and where programs are many
+MANY = 1024  #: tokens
 
 
 @triton.jit
@@ -81,9 +83,9 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     rows, size = x.shape
     values, scales = empty_quantized(rows, size, x.device)
     if rows:
-        chunks = triton.cdiv(scales.shape[1], CHUNK)
-        _quantize[(rows, chunks)](x, values, scales, x.stride(0), size, scales.stride(1), GROUPS=CHUNK, num_warps=4,
-                                  **dependent.options())
+        groups = CHUNK if rows < MANY else CHUNK_OF_MANY
+        _quantize[(rows, triton.cdiv(scales.shape[1], groups))](
+            x, values, scales, x.stride(0), size, scales.stride(1), GROUPS=groups, num_warps=4, **dependent.options())
     return values, scales
 
 
@@ -93,7 +95,8 @@ def silu_and_mul(x: Tensor, filled: Tensor | None = None) -> tuple[Tensor, Tenso
     rows, size = x.shape[0], x.shape[1] // 2
     values, scales = empty_quantized(rows, size, x.device)
     if rows:
-        chunks = triton.cdiv(scales.shape[1], CHUNK)
-        _silu_and_mul[(rows, chunks)](x, filled, values, scales, x.stride(0), size, scales.stride(1), GROUPS=CHUNK,
-                                      FILLED=filled is not None, num_warps=4, **dependent.options())
+        groups = CHUNK if rows < MANY else CHUNK_OF_MANY
+        _silu_and_mul[(rows, triton.cdiv(scales.shape[1], groups))](
+            x, filled, values, scales, x.stride(0), size, scales.stride(1), GROUPS=groups, FILLED=filled is not None,
+            num_warps=4, **dependent.options())
     return values, scales

@@ -9,13 +9,13 @@ from torch import Tensor
 from glowplug.kernels.triton import dependent
 from glowplug.kernels.triton.moe_align import Alignment
 
-ROWS = 16  #: a program's
+ROWS = 16  #: places whose scales a program brings in order; alignments of so many rows a block, or a multiple
+WIDTH = 8192  #: numbers of a token that a program writes to all its places
 
 
 @triton.jit(do_not_specialize=["total_pairs", "scale_stride", "to_stride"])
-def _gather(x, x_scales, pairs, filled, values, scales, place, total_pairs, depth, groups, x_stride, scale_stride,
-            to_stride, PER_TOKEN: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr,
-            DEPENDENT: tl.constexpr):
+def _place(x_scales, pairs, filled, scales, place, total_pairs, groups, scale_stride, to_stride,
+           PER_TOKEN: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, DEPENDENT: tl.constexpr):
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
     first = tl.program_id(0) * ROWS
@@ -26,15 +26,25 @@ def _gather(x, x_scales, pairs, filled, values, scales, place, total_pairs, dept
     real = pair < total_pairs
     tl.store(place + pair, row, mask=real)
     token = tl.where(real, pair // PER_TOKEN, 0).to(tl.int64)
-    for start in range(0, depth, WIDTH):
-        column = start + tl.arange(0, WIDTH)
-        inside = real[:, None] & (column < depth)[None, :]
-        value = tl.load(x + token[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
-        tl.store(values + row.to(tl.int64)[:, None] * depth + column[None, :], value, mask=inside)
     group = tl.arange(0, GROUPS)
-    inside = real[:, None] & (group < groups)[None, :]
-    scale = tl.load(x_scales + group[None, :] * scale_stride + token[:, None], mask=inside, other=0.0)
-    tl.store(scales + group.to(tl.int64)[None, :] * to_stride + row[:, None], scale, mask=inside)
+    inside = (group < groups)[:, None] & real[None, :]
+    scale = tl.load(x_scales + group[:, None] * scale_stride + token[None, :], mask=inside, other=0.0)
+    tl.store(scales + group.to(tl.int64)[:, None] * to_stride + row[None, :], scale, mask=inside)
+
+
+@triton.jit
+def _spread(x, ids, place, values, depth, x_stride, PER_TOKEN: tl.constexpr, WIDTH: tl.constexpr,
+            DEPENDENT: tl.constexpr):
+    dependent.begin(DEPENDENT)
+    dependent.wait(DEPENDENT)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    value = tl.load(x + token * x_stride + column, mask=column < depth, other=0.0)
+    for slot in tl.static_range(PER_TOKEN):
+        pair = token * PER_TOKEN + slot
+        here = column < tl.where(tl.load(ids + pair) >= 0, depth, 0)
+        row = tl.load(place + pair).to(tl.int64)  # anything where the expert is not here
+        tl.store(values + row * depth + column, value, mask=here)
 
 
 @triton.jit
@@ -53,22 +63,22 @@ def _sum(y, place, ids, weights, out, size, WIDTH: tl.constexpr, BLOCK: tl.const
     tl.store(out + token * size + column, total.to(out.dtype.element_ty), mask=column < size)
 
 
-def gather_rows(x: Tensor, x_scales: Tensor, order: Alignment, pairs: int, per_token: int,
-                ) -> tuple[Tensor, Tensor, Tensor]:
-    """x E4M3 [T, N] and its scales in the order of ``order.sorted_pairs`` [R], and where each pair went.
+def gather_rows(x: Tensor, x_scales: Tensor, order: Alignment, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x E4M3 [T, N] and its scales in the order of ``order.sorted_pairs`` [R], and where each pair of ids [T, K] went.
 
     Returns values [R, N], scales [R, ceil(N / 128)] with rows side by side, place int32 [T * K]. Rows of padding are
     not written. R is a multiple of 16.
     """
-    rows, depth = order.sorted_pairs.shape[0], x.shape[1]
-    groups = x_scales.shape[1]
+    rows, (tokens, depth), groups = order.sorted_pairs.shape[0], x.shape, x_scales.shape[1]
     values = torch.empty(rows, depth, dtype=x.dtype, device=x.device)
     scales = torch.empty(groups, rows, device=x.device)
-    place = torch.empty(pairs, dtype=torch.int32, device=x.device)
-    _gather[(triton.cdiv(rows, ROWS),)](
-        x, x_scales, order.sorted_pairs, order.num_padded, values, scales, place, pairs, depth, groups, x.stride(0),
-        x_scales.stride(1), rows, PER_TOKEN=per_token, ROWS=ROWS, WIDTH=min(1024, triton.next_power_of_2(depth)),
-        GROUPS=triton.next_power_of_2(groups), num_warps=4, **dependent.options())
+    place = torch.empty(ids.numel(), dtype=torch.int32, device=x.device)
+    options = {"PER_TOKEN": ids.shape[1], "num_warps": 4, **dependent.options()}
+    _place[(triton.cdiv(rows, ROWS),)](
+        x_scales, order.sorted_pairs, order.num_padded, scales, place, ids.numel(), groups, x_scales.stride(1), rows,
+        ROWS=ROWS, GROUPS=triton.next_power_of_2(groups), **options)
+    width = min(WIDTH, triton.next_power_of_2(depth))
+    _spread[(tokens, triton.cdiv(depth, width))](x, ids, place, values, depth, x.stride(0), WIDTH=width, **options)
     return values, scales.t(), place
 
 

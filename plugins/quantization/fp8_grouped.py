@@ -3,6 +3,7 @@ takes time."""
 from __future__ import annotations
 
 import importlib
+from inspect import signature
 from typing import Any
 
 import torch
@@ -10,11 +11,12 @@ from torch import Tensor
 
 from glowplug.core.errors import GlowplugError
 from glowplug.kernels.triton import fp8_quant
-from glowplug.kernels.triton.moe_align import align
+from glowplug.kernels.triton.moe_align import Alignment, align
 from glowplug.kernels.triton.moe_sort import gather_rows, sum_placed
 
 TILE = 128  #: rows that one expert's are filled up to
 LEAST_LOAD = 48  #: rows an expert gets on average from which sorting them pays (H200: 3.4 against 4.1 ms at 36)
+USUAL_LOAD = 256  #: what DeepGEMM is told to expect, the same at any load so that it compiles one kernel a product
 
 
 class Grouped:
@@ -23,10 +25,12 @@ class Grouped:
     def __init__(self, wanted: str = "auto") -> None:
         self._wanted = wanted
         self._multiply: Any = None
+        self._by_ends = False
         if wanted == "triton":
             return
         try:
             self._multiply = importlib.import_module("deep_gemm").m_grouped_fp8_gemm_nt_contiguous
+            self._by_ends = "use_psum_layout" in signature(self._multiply).parameters
         except Exception as error:  # NOTE: on a machine without its card a library raises anything, not ImportError.
             if wanted == "deep_gemm":
                 raise GlowplugError(f'quantization.experts = "deep_gemm" cannot be used: {error}; leave it out, or '
@@ -41,14 +45,27 @@ class Grouped:
                 ids: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
         """x [T, H] quantised, ids and weights float32 [T, K] -> [T, H]."""
         order = align(ids, w13.shape[0], TILE)
-        layout = order.expert_of_block.unsqueeze(1).expand(-1, TILE).reshape(-1)
-        values, scales, place = gather_rows(x, x_scales, order, ids.numel(), ids.shape[1])
-        inner = fp8_quant.silu_and_mul(self._product((values, scales), w13, scales13, layout))
+        values, scales, place = gather_rows(x, x_scales, order, ids)
+        hidden = self._product((values, scales), w13, scales13, order)
         del values, scales
-        return sum_placed(self._product(inner, w2, scales2, layout), place, ids, weights).to(dtype)
+        inner = fp8_quant.silu_and_mul(hidden, order.num_padded)
+        del hidden
+        return sum_placed(self._product(inner, w2, scales2, order), place, ids, weights).to(dtype)
 
-    def _product(self, x: tuple[Tensor, Tensor], weight: Tensor, scales: Tensor, layout: Tensor) -> Tensor:
-        """x [R, K] and weight [E, N, K] -> bfloat16 [R, N]; layout int32 [R]: each row's expert, -1 for none."""
+    def _product(self, x: tuple[Tensor, Tensor], weight: Tensor, scales: Tensor, order: Alignment) -> Tensor:
+        """x [R, K] in order of experts and weight [E, N, K] -> bfloat16 [R, N].
+
+        NOTE: told each row's expert, it fetches every tile that might be filled, and fetching takes as long as
+        multiplying; told where each expert's rows end, it stops behind the last.
+        """
         out = torch.empty(x[0].shape[0], weight.shape[1], dtype=torch.bfloat16, device=weight.device)
+        if self._by_ends:
+            try:
+                self._multiply(x, (weight, scales), out, order.ends, use_psum_layout=True,
+                               expected_m_for_psum_layout=USUAL_LOAD)
+                return out
+            except RuntimeError:  # a build that takes ends on another card only
+                self._by_ends = False
+        layout = order.expert_of_block.unsqueeze(1).expand(-1, TILE).reshape(-1)
         self._multiply(x, (weight, scales), out, layout)
         return out

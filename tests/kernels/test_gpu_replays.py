@@ -325,7 +325,7 @@ def test_rows_by_expert_and_back(tokens: int, size: int) -> None:
         ids, weights = chosen(seed, tokens, 11, 3)
 
         def run() -> Results:
-            rows, _, place = moe_sort.gather_rows(values, scales, moe_align.align(ids, 11, 16), ids.numel(), 3)
+            rows, _, place = moe_sort.gather_rows(values, scales, moe_align.align(ids, 11, 16), ids)
             return moe_sort.sum_placed(rows.to(BF16), place, ids, weights)
 
         return Case((values, scales, ids, weights), run,

@@ -53,10 +53,18 @@ def test_cast(shape: tuple[int, int]) -> None:
         agree(fp8_quant.quantize(wider), x)
 
 
+@pytest.mark.parametrize("many", [0, 1 << 20])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_silu_and_mul(shape: tuple[int, int]) -> None:
+def test_silu_and_mul(shape: tuple[int, int], many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_quant, "MANY", many)
     x = draw(shape[0], 2 * shape[1], 2)
-    agree(fp8_quant.silu_and_mul(x), silu_and_mul(x.clone()))
+    wanted = silu_and_mul(x.clone())
+    agree(fp8_quant.silu_and_mul(x), wanted)
+    agree(fp8_quant.quantize(wanted), wanted)
+    filled = torch.tensor([max(1, shape[0] // 2)], dtype=torch.int32, device=x.device)
+    x[int(filled) :] = torch.nan  # what lies behind is not read
+    values, scales = fp8_quant.silu_and_mul(x, filled)
+    agree((values[: int(filled)], scales[: int(filled)]), wanted[: int(filled)])
 
 
 @pytest.mark.parametrize("shape", SHAPES)

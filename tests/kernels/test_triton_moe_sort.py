@@ -24,7 +24,7 @@ def test_there_and_back(tokens: int, size: int) -> None:
     ids = ids.to(DEVICE)
     x, scales = fp8_quant.quantize(torch.randn(tokens, size, generator=generator).to(DEVICE))
     order = align(ids, 5, 16)
-    values, sorted_scales, place = gather_rows(x, scales, order, ids.numel(), 3)
+    values, sorted_scales, place = gather_rows(x, scales, order, ids)
     assert values.shape[0] == order.sorted_pairs.shape[0] and sorted_scales.stride(0) == 1
     for pair, expert in enumerate(ids.flatten().tolist()):
         if expert < 0:

@@ -1,0 +1,97 @@
+"""The path of sorted experts around a library's grouped product, which is played here: told where each expert's rows
+end, or each row's expert. The kernels are interpreted without a card."""
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from glowplug.kernels import fp8  # noqa: E402
+from glowplug.kernels.activation import silu_and_mul  # noqa: E402
+from glowplug.kernels.triton import fp8_quant  # noqa: E402
+from glowplug.plugins.quantization.fp8_grouped import TILE, Grouped  # noqa: E402
+
+EXPERTS, HIDDEN, INTER, WIDTH = 5, 256, 128, 3
+
+
+class Library:
+    """A grouped product in float32 that leaves NaN in every row it was not told of. ``refuses``: ends."""
+
+    def __init__(self, refuses: bool) -> None:
+        self.refuses, self.told = refuses, []  # type: ignore[var-annotated]
+
+    def __call__(self, x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], out: Tensor, layout: Tensor,
+                 use_psum_layout: bool = False, expected_m_for_psum_layout: int | None = None) -> None:
+        self.told.append("ends" if use_psum_layout else "rows")
+        if use_psum_layout and self.refuses:
+            raise RuntimeError("Assertion error: not use_psum_layout")
+        out.fill_(torch.nan)
+        values = x[0].float() * x[1].repeat_interleave(128, 1)
+        for expert, (stored, scales) in enumerate(zip(*weight, strict=True)):
+            rows = _between(layout, expert) if use_psum_layout else (layout == expert).nonzero().flatten()
+            out[rows] = (values[rows] @ fp8.dequantize_weight(stored, scales, torch.float32).t()).to(out.dtype)
+
+
+def _between(ends: Tensor, expert: int) -> Tensor:
+    before = 0 if expert == 0 else -(-int(ends[expert - 1]) // TILE) * TILE
+    return torch.arange(before, int(ends[expert]), device=ends.device)
+
+
+def grouped(by_ends: bool, library: Library) -> Grouped:
+    made = Grouped("triton")
+    made._multiply, made._by_ends = library, by_ends
+    return made
+
+
+def blocks(*shape: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    parts = [fp8.quantize_weight(torch.randn(shape[1:], generator=generator) / shape[2] ** 0.5)
+             for _ in range(shape[0])]
+    return tuple(torch.stack(part).to(DEVICE) for part in zip(*parts))  # type: ignore[return-value]
+
+
+def wanted_of(x: Tensor, ids: Tensor, weights: Tensor, w13: tuple[Tensor, Tensor], w2: tuple[Tensor, Tensor]) -> Tensor:
+    out = torch.zeros_like(x)
+    for token, slot in (ids >= 0).nonzero().tolist():
+        expert = int(ids[token, slot])
+        up, down = (fp8.dequantize_weight(w[0][expert], w[1][expert], torch.float32) for w in (w13, w2))
+        inner = fp8.fake_quantize_tokens(silu_and_mul((x[token : token + 1] @ up.t()).bfloat16().float()))
+        out[token] += weights[token, slot] * (inner @ down.t())[0]
+    return out
+
+
+@pytest.mark.parametrize(("tokens", "used"), [(1, 5), (9, 5), (300, 2), (150, 4)])
+@pytest.mark.parametrize("by_ends", [True, False])
+def test_against_a_loop(tokens: int, used: int, by_ends: bool) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    w13, w2 = blocks(EXPERTS, 2 * INTER, HIDDEN, generator=generator), blocks(EXPERTS, HIDDEN, INTER,
+                                                                              generator=generator)
+    ids = torch.randint(EXPERTS - used, EXPERTS, (tokens, WIDTH), generator=generator, dtype=torch.int32)
+    ids[torch.rand(ids.shape, generator=generator) < 0.1] = -1
+    weights = torch.rand(tokens, WIDTH, generator=generator).to(DEVICE)
+    x, scales = fp8_quant.quantize(torch.randn(tokens, HIDDEN, generator=generator).to(DEVICE))
+    library = Library(refuses=False)
+    found: Any = grouped(by_ends, library).experts(x, scales, *w13, *w2, ids.to(DEVICE), weights, torch.float32)
+    assert library.told == ["ends" if by_ends else "rows"] * 2
+    values = x.float() * scales.repeat_interleave(128, 1)
+    wanted = wanted_of(values, ids.to(DEVICE), weights, w13, w2)
+    assert torch.isfinite(found).all()
+    assert (found - wanted).norm() <= (1e-2 if DEVICE == "cuda" else 0.12) * wanted.norm()
+
+
+def test_a_build_without_ends_is_told_rows_from_then_on() -> None:
+    generator = torch.Generator().manual_seed(0)
+    w13, w2 = blocks(EXPERTS, 2 * INTER, HIDDEN, generator=generator), blocks(EXPERTS, HIDDEN, INTER,
+                                                                              generator=generator)
+    x, scales = fp8_quant.quantize(torch.randn(4, HIDDEN, generator=generator).to(DEVICE))
+    ids = torch.tensor([[0, 1, 2], [4, 3, 2], [1, 1, 1], [-1, 0, 4]], dtype=torch.int32, device=DEVICE)
+    library = Library(refuses=True)
+    grouped(True, library).experts(x, scales, *w13, *w2, ids, torch.rand(4, WIDTH, device=DEVICE), torch.float32)
+    assert library.told == ["ends", "rows", "rows"]
