@@ -34,6 +34,7 @@ SHOWN = 20  #: errors kept word for word
 WARM = 1 / 3  #: of the pauses, those before memory must be level
 FULL = 0.01  #: share of the pages that may be left in a cache that is called full
 LOOK = 0.2  #: seconds between two looks at the file of --hold
+PATIENCE = 5.0  #: seconds that requests have to end in when it is told to hold; the others are given up
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -133,10 +134,20 @@ class Soak:
                 self._submit()
             self._poll()
             held = self._told_to_hold()
+        patience = time.monotonic() + PATIENCE
         while self._running:
             self._poll()
+            if held and time.monotonic() > patience:
+                self._give_up()
         self.loaded += time.monotonic() - began
         return not held
+
+    def _give_up(self) -> None:
+        """All that run."""
+        running = list(self._running.items())
+        self.llm.abort([stream for stream, _ in running])
+        for stream, wanted in running:
+            self._ended(stream, wanted, "given up", None)
 
     def _told_to_hold(self) -> bool:
         return self.args.hold is not None and self.args.hold.exists()

@@ -89,6 +89,20 @@ def test_it_holds_while_the_file_is_there_and_the_time_does_not_count(tmp_path: 
     assert len(found["samples"]) == len(seen[0]["samples"]) + 1 == 2 + (seen[0]["minutes"] > 0)
 
 
+def test_who_does_not_end_in_time_is_given_up_for_the_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soak, "PATIENCE", 0.0)
+    hold = tmp_path / "hold"
+    with tiny(tmp_path) as llm:
+        one = soak.Soak(llm, options(tmp_path, "--minutes", "1", "--hold", str(hold), "--abort-share", "0"))
+        one._started = time.monotonic()
+        threading.Timer(1.0, hold.touch).start()
+        assert not one._load_until(60.0)
+        assert one.ends["given up"] >= 1 and not one._running and one.loaded < 30
+        hold.unlink()
+        one._pause()
+        assert one.failures == [] and one.samples[0].pages["free"] == one.samples[0].pages["total"]
+
+
 def test_each_pause_leaves_what_is_known(tmp_path: Path) -> None:
     """What a run that is killed leaves behind: everything up to its last pause."""
     left = []
