@@ -66,7 +66,10 @@ class RankMemory:
         layout = runner.attention.kv_layout()
         with self.naming("kernels"):
             small = KVPool(layout, FEW_PAGES, self._device)
-            self._reserve(small, runner.attention, runner.speculative, runner.sampler)
+            self._reserve(small, runner.attention, runner.speculative)
+            self.meter.mark(RUNTIME)
+            self._reserve(small, runner.sampler)
+            self.meter.mark("sampling state")
             left = self._measure(runner, parallel)
         states = sum(line.bytes for line in self.plan.budget if line.name == "page states")
         page_bytes = layout.page_bytes + states // self.plan.sizes.num_pages

@@ -184,13 +184,13 @@ class GraphOffers(Offers):
 class SamplerOffers(Offers):
     """Samplers. ``features``: request fields it honours (names of ``SamplingParams`` fields).
 
-    ``state_bytes``: what it keeps on a device at most, for each row and token of the vocabulary. ``copies``: of the
-    logits that it makes in a step on a device, at most.
+    ``state_bytes``: what it keeps on a device at most, for each row and token of the vocabulary.
+    ``scratch_rows``: rows of float32 logits that it makes in a step of so many on a device, at most.
     """
 
     features: frozenset[str] = frozenset()
     state_bytes: float = 0.0
-    copies: float = 9.75
+    scratch_rows: Callable[[int], int] | None = None
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from glowplug.core.options import GraphOptions
 from glowplug.core.plan import BudgetLine
 
 MIB = 1 << 20
-FIXED = 96 * MIB  #: what the first graph takes: the driver, and libraries' workspaces for the capturing stream
-PER_LAYER = MIB // 9  #: what it takes for a layer in the graphs of one batch size: parameters of its kernels
+FIXED = 64 * MIB  #: what the first graphs take, and those of sampling
+PER_LAYER = MIB // 16  #: what it takes for a layer in the graphs of one batch size: parameters of its kernels
 PER_PIECE = 2 * MIB // 15  #: the same of one token count, whose layers are graphs of their own
 SAMPLED = 1.03  #: logits with what a captured step makes of them
 INSIDE = ("model", "quantization", "ops")  #: slots whose components are inside a captured pass

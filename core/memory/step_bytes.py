@@ -76,11 +76,12 @@ def _logit_line(draft: Draft, rows: int, device: str) -> BudgetLine:
     count, copies = rows * draft.values["width"], HOST_COPIES
     size = int(count * vocabulary * 4 * copies)
     if device == "cuda":
-        copies = 1 + _sampler(draft).copies
-        given = count * model.hidden_size * DTYPE_BYTES[draft.values["dtype"]]
-        size = max(int(count * vocabulary * 4 * copies) + given, _even_step(draft, count),
-                   SCORED * vocabulary * 4 * SCORED_COPIES + given)
-    return BudgetLine("logits", size, f"{count} rows of {vocabulary} tokens, float32, {copies:g} copies")
+        scratch = _sampler(draft).scratch_rows
+        held = max(count + (scratch(count) if scratch else 0), SCORED_COPIES * SCORED)
+        copies = held / count
+        size = max(held * vocabulary * 4 + count * model.hidden_size * DTYPE_BYTES[draft.values["dtype"]],
+                   _even_step(draft, count))
+    return BudgetLine("logits", size, f"{count} rows of {vocabulary} tokens, float32, {copies:.3g} copies")
 
 
 def _on_host(draft: Draft, own: int, gathered: int) -> int:

@@ -9,9 +9,16 @@ from glowplug.core.offers import SamplerOffers
 from glowplug.core.options import SamplingOptions
 from glowplug.plugins.sampling.torch_sampler import FEATURES
 
+SCORED_ROWS = 256  #: normalised at a time (``kernels.sampling.token_logprobs``)
+
 
 class TritonSamplerOptions(SamplingOptions):
     use: Literal["triton"] = "triton"
+
+
+def scratch_rows(rows: int) -> int:
+    """The logits before edits where they are scored, and what a sum of exponentials takes of so many at a time."""
+    return rows + min(rows, SCORED_ROWS)
 
 
 @hookimpl
@@ -19,6 +26,7 @@ def register_samplers() -> list[Component]:
     return [Component(
         name="triton", options=TritonSamplerOptions,
         factory="glowplug.plugins.sampling.triton_sampler_runtime:TritonSampler",
-        offers=SamplerOffers(devices=frozenset({"cuda"}), features=FEATURES, state_bytes=4.0, copies=1.0),
+        offers=SamplerOffers(devices=frozenset({"cuda"}), features=FEATURES, state_bytes=4.0,
+                             scratch_rows=scratch_rows),
         requires=(Package("triton", ">=3.5"),),
         summary="every feature of the torch sampler without a sort or a word from the host, so that graphs hold it")]

@@ -1,7 +1,13 @@
-"""Memory on a GPU: what the plan predicts, what is measured, what is used; full caches without running out."""
+"""Memory on a GPU: what the plan predicts, what is measured, what is used; full caches without running out.
+
+Run each case in a process of its own (``-k lite``, ``-k deepseek-v3``): code of kernels and libraries stays on the
+device until a process ends, so that only its first engine's "cuda runtime" is judged. While other processes use the
+device, that line and "graphs" are shown and not judged, since both are differences of what the whole device has free.
+"""
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +21,13 @@ from tests.tiny import VOCAB, write_config
 
 pytestmark = pytest.mark.gpu
 NEAR = 0.05  #: predicted against real
-SMALL = 32 << 20  #: bytes that no line is held to: the allocator's own granularity on models this small
-GRAPHS = 64 << 20  #: what graphs may take beyond the prediction: the driver's share differs from card to card
-EXACT = ("weights", "draft weights", "rotary tables")
-AGAIN = ("activations", "logits", "cuda runtime")  #: measured, then measured again over the whole pool
+SMALL = 32 << 20  #: bytes that no line is held to: the allocator takes 20 MiB at a time, and the driver 2
+RESERVE = 0.02  #: of the device, which is left free unless memory.fraction says otherwise
+PLANNED = ("weights", "draft weights", "rotary tables", "activations", "logits", "sampling state", "page states")
+AGAIN = ("activations", "logits")  #: measured, then measured again over the whole pool
 EVERYTHING = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=5, max_tokens=8,
                             ignore_eos=True)
+STARTED: list[str] = []  #: engines of this process
 
 
 def shape(folder: Path, name: str, **changes: Any) -> Path:
@@ -28,6 +35,16 @@ def shape(folder: Path, name: str, **changes: Any) -> Path:
     config = json.loads((ROOT / "models" / "shapes" / f"{name}.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
     return folder
+
+
+def processes() -> int:
+    """How many use the device; -1 where nobody can tell."""
+    try:
+        found = subprocess.run(["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"], text=True,
+                               capture_output=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return -1
+    return len(found.split())
 
 
 def near(one: int, other: int) -> bool:
@@ -40,49 +57,64 @@ def show(name: str, memory: dict[str, Any]) -> None:
         print(f"{name:12} {line:14} {cells} MiB")
 
 
-def checked(name: str, llm: LLM) -> None:
-    """Every line that arithmetic can know is as planned; every line that is measured is the same in service."""
+def checked(name: str, llm: LLM, alone: bool, share: float) -> None:
+    """Every named line is as planned, what is measured twice is the same in service, and the device's ``share`` is
+    kept."""
     info = llm.control("info")
-    memory = info["memory"]
+    memory, used = info["memory"], llm.control("memory")["device_used"]
+    alone = alone and processes() in (-1, 1)
+    STARTED.append(name)
     show(name, memory)
     seconds = {phase: round(taken, 2) for phase, taken in info["startup_seconds"].items()}
-    print(name, info["max_total_num_tokens"], "tokens", seconds)
-    for line in EXACT:
-        if line in memory:
-            assert near(memory[line]["planned"], memory[line]["measured"]), (line, memory[line])
-    assert near(info["kv_bytes"], memory["kv cache"]["measured"])
-    for line in AGAIN:
-        assert near(memory[line]["measured"], memory[line]["served"]), (line, memory[line])
-    graphs = memory["graphs"]
-    assert graphs.get("served", 0) <= graphs["measured"] + GRAPHS, graphs
+    total = torch.cuda.mem_get_info()[1]
+    print(name, info["max_total_num_tokens"], "tokens", seconds, "alone" if alone else "not alone",
+          f"used {used / 2**20:.0f} of {total * share / 2**20:.0f} MiB")
+    off = {line: memory[line] for line in PLANNED
+           if line in memory and not near(memory[line]["planned"], memory[line]["measured"])}
+    off |= {f"{line}, again": memory[line] for line in AGAIN if not near(*(memory[line][w] for w in WORDS))}
+    if not near(info["kv_bytes"], memory["kv cache"]["measured"]):
+        off["kv cache"] = memory["kv cache"]
+    if alone and "graphs" in memory and not near(memory["graphs"]["planned"], memory["graphs"].get("served", 0)):
+        off["graphs"] = memory["graphs"]
+    if alone and STARTED == [name]:
+        off |= {f"cuda runtime, {word}": memory["cuda runtime"] for word in WORDS
+                if not near(memory["cuda runtime"]["planned"], memory["cuda runtime"][word])}
+    assert not off, off
     assert torch.cuda.memory_stats()["num_alloc_retries"] == 0, "the allocator had to give memory back in a step"
     assert memory["step"]["served"] <= memory["step"]["measured"] * (1 + NEAR) + SMALL, memory["step"]
+    assert not alone or used <= total * share + SMALL
+
+
+WORDS = ("measured", "served")
 
 
 @pytest.mark.parametrize(("name", "steps"), [("v2", 0), ("v3", 0), ("v3", 2), ("v3_fp8", 0), ("llama", 0)])
 def test_lines_of_tiny_models(name: str, steps: int, tmp_path: Path) -> None:
     changes = {"num_nextn_predict_layers": 1} if steps else {}
     config: dict[str, Any] = {"speculative": {"use": "nextn", "steps": steps}} if steps else {}
-    folder = write_config(tmp_path, name, **changes)
+    folder, alone = write_config(tmp_path, name, **changes), processes() <= bool(STARTED)
     with LLM(model=str(folder), device="cuda", weights={"use": "random"}, skip_tokenizer=True, dtype="bfloat16",
-             memory={"fraction": 0.2}, **config) as llm:
+             memory={"fraction": 0.5}, **config) as llm:
         rng = np.random.default_rng(0)
         llm.generate([rng.integers(2, VOCAB, 50).tolist() for _ in range(300)], EVERYTHING)
-        checked(f"{name}+{steps}", llm)
+        checked(f"{name}+{steps}", llm, alone, 0.5)
 
 
 @pytest.mark.parametrize(("name", "layers"), [("deepseek-v2-lite", 3), ("deepseek-v3", 4)])
 def test_lines_of_published_shapes_with_a_full_cache(name: str, layers: int, tmp_path: Path) -> None:
     """512 requests over a pool that takes all that is left: no error, and no step beyond what was measured."""
-    folder = shape(tmp_path, name, num_hidden_layers=layers, num_nextn_predict_layers=0)
-    with LLM(model=str(folder), device="cuda", weights={"use": "random"}, skip_tokenizer=True, context_length=8192,
+    folder, alone = shape(tmp_path, name, num_hidden_layers=layers, num_nextn_predict_layers=0), processes() <= 0
+    with LLM(model=str(folder), device="cuda", weights={"use": "random"}, skip_tokenizer=True, context_length=32768,
              scheduler={"max_running_requests": 512}) as llm:
         rng = np.random.default_rng(0)
         done = llm.generate([rng.integers(2, 1000, int(n)).tolist() for n in rng.integers(1, 2000, 512)], EVERYTHING)
         short = [(i, c.finish_reason, c.error, len(c.prompt_token_ids), c.token_ids)
                  for i, c in enumerate(done) if len(c.token_ids) != EVERYTHING.max_tokens]
         assert not short, (len(short), short[:4])
-        checked(name, llm)
+        checked(name, llm, alone, 1 - RESERVE)
+        free, total = torch.cuda.mem_get_info()
+        kept = llm.control("info")["memory"]["step"]["measured"] + RESERVE * total
+        assert not alone or free <= 1.1 * kept + (4 << 30), "the pool takes what is left"
 
 
 def test_a_pool_that_does_not_fit_is_refused_before_the_port_opens(tmp_path: Path) -> None:
