@@ -112,12 +112,12 @@ class Card:
         return max(prefill_work(model, prompts, length).seconds(self.rates), read)
 
     def served(self, model: ModelFacts, concurrency: int, prompt: int, output: int) -> dict[str, float]:
-        """Floors of a closed loop by ``bench serving``'s keys: no token before its prompt, no step faster than the
-        decode of ``concurrency`` sequences that are half-way, prompts and steps one after another."""
-        step = self.decode(model, concurrency, prompt + output // 2)
-        whole = self.prefill(model, concurrency, prompt) + (output - 1) * step
-        return {"mean_ttft_ms": self.prefill(model, 1, prompt) * 1e3, "mean_tpot_ms": step * 1e3,
-                "output_throughput": concurrency * output / whole}
+        """Floors of a closed loop by ``bench serving``'s keys: ``concurrency`` prompts come at once and are computed one
+        after another, then all decode together, half-way through on average."""
+        prompts, step = self.prefill(model, concurrency, prompt), self.decode(model, concurrency, prompt + output // 2)
+        first = max(self.prefill(model, 1, prompt), prompts * (concurrency + 1) / (2 * concurrency))
+        return {"mean_ttft_ms": first * 1e3, "mean_tpot_ms": step * 1e3,
+                "output_throughput": concurrency * output / (prompts + (output - 1) * step)}
 
 
 def known_card(name: str) -> Card | None:
