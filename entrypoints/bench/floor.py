@@ -112,7 +112,7 @@ class Card:
         return max(prefill_work(model, prompts, length).seconds(self.rates), read)
 
     def served(self, model: ModelFacts, concurrency: int, prompt: int, output: int) -> dict[str, float]:
-        """Floors of a closed loop by ``bench serving``'s keys: ``concurrency`` prompts come at once and are computed one
+        """Floors of a closed loop by ``bench serving``'s keys: ``concurrency`` prompts come at once, one is computed
         after another, then all decode together, half-way through on average."""
         prompts, step = self.prefill(model, concurrency, prompt), self.decode(model, concurrency, prompt + output // 2)
         first = max(self.prefill(model, 1, prompt), prompts * (concurrency + 1) / (2 * concurrency))
