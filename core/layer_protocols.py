@@ -74,6 +74,7 @@ class MlaLayer(Protocol):
         scale: softmax scale, YaRN's mscale included.
         w_uk: [H, nope_dim, lora_rank], takes q_nope into latent space.
         w_uv: [H, lora_rank, v_dim], takes the latent output to values.
+        w_kv: [H, nope_dim + v_dim, lora_rank], contiguous: a head's rows of w_uk, then those of w_uv's transpose.
         kv_stored: both as block FP8 keeps them, a head's rows of W_UK's transpose before those of W_UV's: E4M3
             [H, nope_dim + v_dim, lora_rank] and float32 scales [H, (nope_dim + v_dim) / 128, lora_rank / 128]. None
             where weights are kept otherwise, or a head is not whole blocks.
@@ -88,6 +89,7 @@ class MlaLayer(Protocol):
     scale: float
     w_uk: Tensor
     w_uv: Tensor
+    w_kv: Tensor
     kv_stored: tuple[Tensor, Tensor] | None
 
     def expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:

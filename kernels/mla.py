@@ -110,6 +110,14 @@ def gather(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
     return cache.index_select(0, slots).to(dtype)
 
 
+def expand(entries: Tensor, w_kv: Tensor, nope: int) -> tuple[Tensor, Tensor]:
+    """Cache entries [n, C + P] by w_kv [H, N + V, C], of which the first ``nope`` rows of a head are W_UK -> keys
+    [n, H, N + P] and values [n, H, V]."""
+    heads, rows, lora = w_kv.shape
+    k_nope, v = entries[:, :lora].mm(w_kv.flatten(0, 1).t()).view(-1, heads, rows).split([nope, rows - nope], dim=-1)
+    return torch.cat((k_nope, entries[:, None, lora:].expand(-1, heads, -1)), dim=-1), v
+
+
 def paged_latent_reference(query: Tensor, kv: Tensor, page_table: Tensor, kv_lens: Tensor, scale: float, page_size: int,
                            lora: int, first_key: int = 0, tree: Tensor | None = None) -> Tensor:
     """Absorbed queries [B * W, H, C + P] over the cache kv [slots, C + P], row by row in float64 -> [B * W, H, C].

@@ -72,10 +72,10 @@ class MlaAttention(Module):
     def finalize(self) -> None:
         super().finalize()
         self._kv_weight = self.kv_b.dense().t()
-        weight = self._kv_weight.t().view(self.heads, self.nope_dim + self.v_dim, self.lora_rank)
-        self.w_uk = weight[:, : self.nope_dim]
-        self.w_uv = weight[:, self.nope_dim :].transpose(1, 2)
-        if weight.is_cpu:
+        self.w_kv = self._kv_weight.t().view(self.heads, self.nope_dim + self.v_dim, self.lora_rank)
+        self.w_uk = self.w_kv[:, : self.nope_dim]
+        self.w_uv = self.w_kv[:, self.nope_dim :].transpose(1, 2)
+        if self.w_kv.is_cpu:
             # NOTE: copies, because heads interleaved with a stride of several KB cost a CPU twice the time.
             self.w_uk, self.w_uv = self.w_uk.contiguous(), self.w_uv.contiguous()
         self.kv_stored = self._stored()

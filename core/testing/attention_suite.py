@@ -37,6 +37,9 @@ class MlaCase:
     scale: float = 0.37
     kv_stored: tuple[Tensor, Tensor] | None = None
 
+    def __post_init__(self) -> None:
+        self.w_kv = torch.cat((self.w_uk, self.w_uv.transpose(1, 2)), dim=1)
+
     def expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         return torch.einsum("mc,hnc->mhn", latent, self.w_uk), torch.einsum("mc,hcv->mhv", latent, self.w_uv)
 

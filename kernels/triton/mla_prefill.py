@@ -96,19 +96,20 @@ def mla_prefill_kernel(q, k_nope, k_rope, v, out, lse, q_starts, k_starts, scale
 
 
 def mla_prefill(q: Tensor, k_nope: Tensor, k_rope: Tensor, v: Tensor, q_starts: Tensor, k_starts: Tensor, max_q: int,
-                scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+                scale: float, causal: bool, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """q [n, H, N + R], k_nope [m, H, N], k_rope [m, R] or [m, H, R], v [m, H, V] -> out [n, H, V], lse float32 [n, H].
 
     Row b's queries are tokens q_starts[b] to q_starts[b + 1] (int32 [B + 1], on the device), its keys likewise; with
     ``causal`` its last query sees all its keys and each one before it one less. Any strides but of the last dimension.
     ``lse``: natural logarithm of each query's summed exponentials; where it sees no key, -inf, and ``out`` is zero.
+    With ``out``, which is contiguous, that is written.
     """
     (tokens, heads, _), nope, rope, size = q.shape, k_nope.shape[2], k_rope.shape[-1], v.shape[2]
-    out = torch.empty((tokens, heads, size), dtype=q.dtype, device=q.device)
+    out = torch.empty((tokens, heads, size), dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
     if not tokens:
         return out, lse
-    assert all(x.stride(-1) == 1 for x in (q, k_nope, k_rope, v))
+    assert out.is_contiguous() and all(x.stride(-1) == 1 for x in (q, k_nope, k_rope, v))
     block_q, block_k, warps, stages = _tile(max_q, q.element_size())
     mla_prefill_kernel[(triton.cdiv(max_q, block_q), heads, q_starts.shape[0] - 1)](
         q, k_nope, k_rope, v, out, lse, q_starts, k_starts, scale * LOG2_E, heads, q.stride(0), q.stride(1),

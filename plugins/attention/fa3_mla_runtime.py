@@ -62,8 +62,8 @@ class Fa3Mla(PagedMla):
         return torch.flatten(out, 0, 1)
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, k_starts: Tensor, max_q: int, max_k: int,
-                scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = flash_attn_varlen_func(
+                scale: float, causal: bool, out: Tensor) -> Tensor:
+        lse: Tensor = flash_attn_varlen_func(
             q, k, v, cu_seqlens_q=q_starts, cu_seqlens_k=k_starts, max_seqlen_q=max_q, max_seqlen_k=max_k,
-            softmax_scale=scale, causal=causal, return_softmax_lse=True)
-        return out, lse.t()
+            softmax_scale=scale, causal=causal, return_softmax_lse=True, out=out)[1]
+        return lse.t()

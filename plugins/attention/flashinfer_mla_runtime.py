@@ -96,10 +96,10 @@ class FlashInferMla(PagedMla):
                 _sums(call.q_lens), _sums(call.k_lens), self._heads, self._heads, self._query, head_dim_vo=self._value,
                 causal=call.causal, sm_scale=self._scale, q_data_type=self._dtype)
 
-    def attend_ragged(self, call: RaggedCall, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def attend_ragged(self, call: RaggedCall, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor) -> Tensor:
         assert math.isclose(scale, self._scale)
-        out, lse = self._calls[id(call)].made.run(q, k, v, return_lse=True)
-        return out, lse * LN2
+        lse: Tensor = self._calls[id(call)].made.run(q, k, v, out=out, return_lse=True)[1]
+        return lse * LN2
 
 
 def _sums(lens: NDArray[np.int32]) -> Tensor:

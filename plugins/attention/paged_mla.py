@@ -21,9 +21,10 @@ from glowplug.kernels import merge, mla
 from glowplug.kernels.fp8 import BLOCK, Blocks
 from glowplug.plugins.attention.absorbed import stored_is_faster
 from glowplug.plugins.attention.paging import kv_layers
+from glowplug.plugins.attention.prefill_bytes import most_keys
 from glowplug.plugins.attention.ragged import RaggedCall, RaggedRows, plan_ragged
 
-EXPANDED_BYTES = 256 << 20  #: keys and values that one call expands from cached latents
+Expand = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
 @dataclass(eq=False)
@@ -56,10 +57,9 @@ class PagedMla:
         self._dtype: torch.dtype = worker.dtype or getattr(torch, plan.dtype)
         self._device = torch.device(worker.device)
         nope, value = int(facts.config.get("qk_nope_head_dim", 128)), int(facts.config.get("v_head_dim", 128))
-        per_key = facts.num_heads * (2 * nope + self._rope + value) * self._dtype.itemsize
-        self._most_keys = max(256, EXPANDED_BYTES // per_key)
+        self._most_keys = most_keys(facts.num_heads, nope + self._rope, value, self._dtype.itemsize)
         self._absorbed: str = getattr(options, "absorbed", "bf16")
-        self._kernels, self._merge_into = _kernels(self._device)
+        self._kernels, self._expand, self._merge_into = _kernels(self._device)
         self._kv: tuple[Tensor, ...] = ()
         self._step: _Step | None = None
 
@@ -81,15 +81,16 @@ class PagedMla:
     def plan_prefill(self, ragged: list[RaggedRows]) -> None:
         """Prepare ``attend_ragged`` for every call of the step."""
 
-    def attend_ragged(self, call: RaggedCall, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def attend_ragged(self, call: RaggedCall, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor) -> Tensor:
         """One planned call; by ``prefill``, unless a library plans its calls."""
-        return self.prefill(q, k, v, call.q_starts, call.k_starts, call.max_q, call.max_k, scale, call.causal)
+        return self.prefill(q, k, v, call.q_starts, call.k_starts, call.max_q, call.max_k, scale, call.causal, out)
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, k_starts: Tensor, max_q: int, max_k: int,
-                scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-        """q [n, H, nope + rope], k [m, H, nope + rope], v [m, H, v_dim] -> out [n, H, v_dim], lse float32 [n, H].
+                scale: float, causal: bool, out: Tensor) -> Tensor:
+        """q [n, H, nope + rope], k [m, H, nope + rope], v [m, H, v_dim] into out [n, H, v_dim] -> lse float32 [n, H].
 
-        q_starts, k_starts int32 [rows + 1] on the device. ``lse`` is the natural logarithm; v may be strided.
+        q_starts, k_starts int32 [rows + 1] on the device. ``lse`` is the natural logarithm; q, k and v may
+        be strided in all but the last dimension.
         """
         raise NotImplementedError
 
@@ -147,10 +148,7 @@ class PagedMla:
     def _attend(self, absorbed: Tensor, query: Tensor, own: Tensor, layer: MlaLayer) -> Tensor:
         """Decoding tokens' absorbed [n, H, lora + rope]; prefill tokens' query [m, H, nope + rope] and own keys
         [m, lora + rope] -> [n + m, H * v_dim]."""
-        step = self._planned()
-        kv, size = self._kv[layer.index], layer.heads * layer.v_dim
-        if not step.decode and len(step.ragged) == 1:
-            return self._ragged(step.ragged[0], query, own, kv, layer).reshape(-1, size)
+        step, kv = self._planned(), self._kv[layer.index]
         out = query.new_empty(step.decode + query.shape[0], layer.heads, layer.v_dim)
         if step.decode:
             latent = self.decode(absorbed, kv, layer.scale, layer)
@@ -158,8 +156,8 @@ class PagedMla:
                                   self._stored(layer, step.decode)[1])
         for rows in step.ragged:
             at = slice(rows.first - step.decode, rows.first - step.decode + rows.tokens)
-            out[rows.first : rows.first + rows.tokens] = self._ragged(rows, query[at], own[at], kv, layer)
-        return out.view(-1, size)
+            self._ragged(rows, query[at], own[at], kv, layer, out[rows.first : rows.first + rows.tokens])
+        return out.view(-1, layer.heads * layer.v_dim)
 
     def _stored(self, layer: MlaLayer, tokens: int) -> tuple[Blocks | None, Blocks | None]:
         """W_UK [H, N, C] and W_UV [H, C, V] as the checkpoint stores them, where that is to be read for so many tokens.
@@ -171,27 +169,28 @@ class PagedMla:
         return (Blocks(values[:, :rows], scales[:, : rows // BLOCK]) if uk else None,
                 Blocks(values[:, rows:].transpose(1, 2), scales[:, rows // BLOCK :].transpose(1, 2)) if uv else None)
 
-    def _ragged(self, rows: RaggedRows, query: Tensor, own: Tensor, kv: Tensor, layer: MlaLayer) -> Tensor:
-        """query [n, H, nope + rope] and the tokens' own keys [n, lora + rope] -> [n, H, v_dim]."""
-        out, lse = self._call(rows.calls[0], query, own, kv, layer)
+    def _ragged(self, rows: RaggedRows, query: Tensor, own: Tensor, kv: Tensor, layer: MlaLayer, out: Tensor) -> None:
+        """query [n, H, nope + rope] and the tokens' own keys [n, lora + rope] into out [n, H, v_dim]."""
+        lse = self._call(rows.calls[0], query, own, kv, layer, out)
         if len(rows.calls) == 1:
-            return out
-        total = out.float()
+            return
+        total, part = out.float(), torch.empty_like(out)
         for call in rows.calls[1:]:
-            self._merge_into(total, lse, *self._call(call, query, own, kv, layer))
-        return total.to(out.dtype)
+            self._merge_into(total, lse, part, self._call(call, query, own, kv, layer, part))
+        out.copy_(total)
 
-    def _call(self, call: RaggedCall, query: Tensor, own: Tensor, kv: Tensor, layer: MlaLayer) -> tuple[Tensor, Tensor]:
+    def _call(self, call: RaggedCall, query: Tensor, own: Tensor, kv: Tensor, layer: MlaLayer, out: Tensor) -> Tensor:
+        """One call's attention into ``out``; its log-sum-exps."""
         keys = own if call.slots is None else self._kernels.gather(kv, call.slots, query.dtype)
-        k_nope, value = layer.expand(keys[:, : self._lora])
-        k_rope = keys[:, self._lora :].unsqueeze(1).expand(-1, layer.heads, -1)
-        return self.attend_ragged(call, query, torch.cat((k_nope, k_rope), dim=-1), value, layer.scale)
+        k, v = self._expand(keys, layer.w_kv, layer.nope_dim)
+        return self.attend_ragged(call, query, k, v, layer.scale, out)
 
 
-def _kernels(device: torch.device) -> tuple[Any, Callable[[Tensor, Tensor, Tensor, Tensor], None]]:
-    """``prologue``, ``absorb``, ``project``, ``store`` and ``gather``, and ``merge_into``: in Triton on a GPU."""
+def _kernels(device: torch.device) -> tuple[Any, Expand, Callable[[Tensor, Tensor, Tensor, Tensor], None]]:
+    """``prologue``, ``absorb``, ``project``, ``store`` and ``gather``; ``expand``; ``merge_into``: in Triton on a GPU.
+    """
     if device.type == "cuda":
-        from glowplug.kernels.triton import merge as triton_merge, mla_prologue
+        from glowplug.kernels.triton import merge as triton_merge, mla_expand, mla_prologue
 
-        return mla_prologue, triton_merge.merge_into
-    return mla, merge.merge_into
+        return mla_prologue, mla_expand.expand, triton_merge.merge_into
+    return mla, mla.expand, merge.merge_into

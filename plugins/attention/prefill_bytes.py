@@ -9,12 +9,17 @@ EXPANDED_BYTES = 256 << 20  #: keys and values that one call expands from cached
 def most_keys(heads: int, key: int, value: int, element: int) -> int:
     """Cached keys that one call of latent attention expands: of the model's ``heads`` with numbers of ``element``
     bytes."""
-    return max(256, EXPANDED_BYTES // (heads * (key + value) * element))
+    return max(256, EXPANDED_BYTES // (heads * _expanded(key, value) * element))
+
+
+def _expanded(key: int, value: int) -> int:
+    """Numbers of a head's key and value, which are equally wide in memory: see ``kernels.triton.mla_expand``."""
+    return 2 * max(key, value)
 
 
 def mla_bytes(step: AttentionStep) -> int:
     """The output and the tokens' own cache entries, and what the largest call takes: see ``PagedMla._ragged``."""
-    entry, expanded = step.entry * step.element, step.heads * (step.key + step.value) * step.element
+    entry, expanded = step.entry * step.element, step.heads * _expanded(step.key, step.value) * step.element
     lse, value = step.heads * SHOWN, step.heads * step.value
     kept = step.tokens * (entry + value * step.element)
     whole = step.longest + step.cached

@@ -50,14 +50,14 @@ class TritonMla(PagedMla):
                           rows.first_key, rows.tree)
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, k_starts: Tensor, max_q: int, max_k: int,
-                scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+                scale: float, causal: bool, out: Tensor) -> Tensor:
         nope = k.shape[2] - self._rope
-        return mla_prefill(q, k[..., :nope], k[..., nope:], v, q_starts, k_starts, max_q, scale, causal)
+        return mla_prefill(q, k[..., :nope], k[..., nope:], v, q_starts, k_starts, max_q, scale, causal, out)[1]
 
-    def _call(self, call: RaggedCall, query: Tensor, own: Tensor, kv: Tensor, layer: MlaLayer) -> tuple[Tensor, Tensor]:
+    def _call(self, call: RaggedCall, query: Tensor, own: Tensor, kv: Tensor, layer: MlaLayer, out: Tensor) -> Tensor:
         """As the base's, but the one rotary part of all heads is read as it lies."""
         keys = own if call.slots is None else self._kernels.gather(kv, call.slots, query.dtype)
         latent, k_rope = keys.split_with_sizes([layer.lora_rank, layer.rope_dim], dim=-1)
         k_nope, value = layer.expand(latent)
         return mla_prefill(query, k_nope, k_rope, value, call.q_starts, call.k_starts, call.max_q, layer.scale,
-                           call.causal)
+                           call.causal, out)[1]

@@ -32,13 +32,14 @@ class PlainMla(PagedMla):
         return out
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, k_starts: Tensor, max_q: int, max_k: int,
-                scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+                scale: float, causal: bool, out: Tensor) -> Tensor:
         queries, keys = q_starts.tolist(), k_starts.tolist()
         assert max_q == max(b - a for a, b in zip(queries, queries[1:]))
         assert max_k == max(b - a for a, b in zip(keys, keys[1:]))
         parts = [mha.partial_attention(q[a:b], k[c:d], v[c:d], scale, causal)
                  for a, b, c, d in zip(queries, queries[1:], keys, keys[1:])]
-        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+        out.copy_(torch.cat([part for part, _ in parts]))
+        return torch.cat([lse for _, lse in parts])
 
 
 class TestPagedMla(ProjectedSuite):

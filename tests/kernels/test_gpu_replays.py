@@ -27,6 +27,7 @@ from glowplug.kernels.triton import (
     fp8_quant,
     merge,
     mla_absorbed_fp8,
+    mla_expand,
     mla_prologue,
     moe_align,
     moe_experts,
@@ -392,6 +393,16 @@ def test_prefill(heads: int, causal: bool) -> None:
         return Case((q, both, k_rope, q_starts, k_starts),
                     lambda: mla_prefill(q, both[..., :128], k_rope, both[..., 128:], q_starts, k_starts, 136, 0.1,
                                         causal), want)
+
+    check(made)
+
+
+@pytest.mark.parametrize("tokens,heads,value", [(1, 16, 128), (130, 16, 128), (9, 128, 128), (70, 16, 64)])
+def test_expanded_keys(tokens: int, heads: int, value: int) -> None:
+    def made(seed: int) -> Case:
+        entries, w_kv = randn(seed, tokens, 576), randn(seed + 1, heads, 128 + value, 512) * 512**-0.5
+        return Case((entries, w_kv), lambda: mla_expand.expand(entries, w_kv, 128),
+                    lambda: mla.expand(entries.double(), w_kv.double(), 128))
 
     check(made)
 

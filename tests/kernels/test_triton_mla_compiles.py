@@ -13,7 +13,7 @@ SCRIPT = """
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from glowplug.kernels.triton import merge, mla_absorbed_fp8 as fp8, mla_prologue as kernels
+from glowplug.kernels.triton import merge, mla_absorbed_fp8 as fp8, mla_expand, mla_prologue as kernels
 
 def build(kernel, pointers, constants):
     names = kernel.arg_names
@@ -41,6 +41,7 @@ for rows, block in ((16, 32), (64, 64)):
 build(kernels._store, dict(latent=x, k_rope=x, cache="*fp8e4nv", slots="*i64"),
       dict(LORA=512, ROPE=64, BLOCK=1024, FP8=True))
 build(kernels._gather, dict(cache="*fp8e4nv", out=x, slots="*i32"), dict(SIZE=576, BLOCK=1024, ROWS=8))
+build(mla_expand._spread, dict(rotary=x, keys=x), dict(SIZE=64, BLOCK=64, ROWS=64, DEPENDENT=True))
 build(merge._merge_into, dict(out="*fp32", lse="*fp32", part=x, part_lse="*fp32"), dict(SIZE=128, BLOCK=128, ROWS=8))
 """
 
@@ -51,4 +52,4 @@ def test_they_compile_for_hopper() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == ["_prologue"] * 8 + ["_by_heads_fp8"] * 4 + ["_by_heads"] * 2 + [
-        "_store", "_gather", "_merge_into"]
+        "_store", "_gather", "_spread", "_merge_into"]
