@@ -12,23 +12,22 @@ from glowplug.kernels.triton.fp8_quant import GROUP, empty_quantized, store_quan
 
 
 @triton.jit
-def add_parts(parts, ids, row, column, inside, size, PARTS: tl.constexpr):
+def add_parts(parts, ids, row, ids_stride, column, inside, size, PARTS: tl.constexpr):
     """The sum in order of a token's ``PARTS`` rows of ``parts``; those of negative ids do not count and hold anything.
 
     Rows are asked for before it is known which count: only where experts are elsewhere is one read in vain.
     """
     total = tl.zeros(column.shape, tl.float32)
     for part in tl.static_range(PARTS):
-        pair = row * PARTS + part
-        value = tl.load(parts + pair * size + column, mask=inside, other=0.0).to(tl.float32)
-        total += tl.where(tl.load(ids + pair) >= 0, value, 0.0)
+        value = tl.load(parts + (row * PARTS + part) * size + column, mask=inside, other=0.0).to(tl.float32)
+        total += tl.where(tl.load(ids + row * ids_stride + part) >= 0, value, 0.0)
     return total
 
 
-@triton.jit(do_not_specialize=["scale_stride"])
-def _norm(x, ids, residual, weight, total, plain, values, scales, x_stride, residual_stride, size, scale_stride, eps,
-          GROUPS: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr, PLAIN: tl.constexpr, QUANTIZED: tl.constexpr,
-          DEPENDENT: tl.constexpr):
+@triton.jit(do_not_specialize=["ids_stride", "scale_stride"])
+def _norm(x, ids, residual, weight, total, plain, values, scales, x_stride, ids_stride, residual_stride, size,
+          scale_stride, eps, GROUPS: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr, PLAIN: tl.constexpr,
+          QUANTIZED: tl.constexpr, DEPENDENT: tl.constexpr):
     """``PARTS``: rows of x that make up a token's, 0 for its own alone."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
@@ -38,7 +37,7 @@ def _norm(x, ids, residual, weight, total, plain, values, scales, x_stride, resi
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     dependent.wait(DEPENDENT)
     if PARTS > 0:
-        value = add_parts(x, ids, row, column, inside, size, PARTS)
+        value = add_parts(x, ids, row, ids_stride, column, inside, size, PARTS)
     else:
         value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if ADD:
@@ -71,7 +70,7 @@ def _launch(x: Tensor, weight: Tensor, eps: float, *, ids: Tensor | None = None,
             quantized: tuple[Tensor, Tensor] | None = None) -> None:
     """Fill ``plain`` and ``quantized`` with the norm of x, or of x and the residual, whose sum goes into ``total``.
 
-    x and residual [rows, N]; with ids [rows, K] x is [rows * K, N].
+    x and residual [rows, N]; with ids [rows, K], rows strided at will, x is [rows * K, N].
     """
     x = rows_of(x)
     rows, size = x.shape if ids is None else (len(ids), x.shape[1])
@@ -81,7 +80,8 @@ def _launch(x: Tensor, weight: Tensor, eps: float, *, ids: Tensor | None = None,
     groups = triton.next_power_of_2(triton.cdiv(size, GROUP))
     values, scales = (None, None) if quantized is None else quantized
     _norm[(rows,)](x, ids, before, weight, total, plain, values, scales, x.stride(0),
-                   0 if before is None else before.stride(0), size, 0 if scales is None else scales.stride(1), eps,
+                   0 if ids is None else ids.stride(0), 0 if before is None else before.stride(0), size,
+                   0 if scales is None else scales.stride(1), eps,
                    GROUPS=groups, PARTS=0 if ids is None else ids.shape[1], ADD=before is not None,
                    PLAIN=plain is not None, QUANTIZED=quantized is not None,
                    num_warps=warps_for(groups * GROUP, ids is not None), **dependent.options())

@@ -66,3 +66,5 @@ def test_sum(tokens: int, k: int, size: int) -> None:
     wanted = (parts.view(tokens, k, size) * (ids >= 0).unsqueeze(2)).sum(1)
     parts[ids.flatten() < 0] = float("nan")
     torch.testing.assert_close(moe_sum(parts.to(DEVICE), ids.to(DEVICE)).cpu(), wanted)
+    wider = torch.cat([ids, ids - 7], 1).to(DEVICE)
+    torch.testing.assert_close(moe_sum(parts.to(DEVICE), wider[:, :k]).cpu(), wanted)
