@@ -96,7 +96,11 @@ def run_tests(file: str, tool: str, captured: bool, seconds: float) -> int:
     import torch
     from triton.runtime.jit import JITFunction
 
-    torch.utils.deterministic.fill_uninitialized_memory = tool != "initcheck"  # type: ignore[attr-defined]
+    from glowplug.kernels.triton import dependent
+
+    if tool == "initcheck":  # writes of a kernel that the next one does not wait for as a whole may be missed
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        dependent.supported = lambda: False  # type: ignore[assignment]
     names: set[str] = set()
     launch = JITFunction.run
 
