@@ -287,10 +287,9 @@ def case(name: str, plugins: PluginSet, show: bool) -> dict[str, tuple[int, int]
 
 
 def main() -> None:
-    """Planned and traced bytes of the cases whose names hold the first argument, as JSON; ``--show``: whose they are"""
-    wanted, plugins = (sys.argv[1:] or [""])[0].removeprefix("--show"), plugins_of_the_card()
-    found = {name: case(name, plugins, "--show" in sys.argv) for name in CASES if wanted in name}
-    print(json.dumps(found))
+    """Planned and traced bytes of the cases named, or of all, as JSON; ``--show``: with the largest allocations."""
+    wanted, plugins = [name for name in sys.argv[1:] if name != "--show"], plugins_of_the_card()
+    print(json.dumps({name: case(name, plugins, "--show" in sys.argv) for name in wanted or CASES}), flush=True)
 
 
 if __name__ == "__main__":
