@@ -20,8 +20,8 @@ from glowplug.core.cache_gate import check_cache
 from glowplug.core.errors import GlowplugError
 from glowplug.core.layers.rope import Rope
 from glowplug.core.memory.fit import Left, compared, pages_that_fit
-from glowplug.core.memory.graph_bytes import driver_bytes
-from glowplug.core.memory.layout import KVLayout
+from glowplug.core.memory.graph_bytes import driver_bytes, kept_bytes
+from glowplug.core.memory.layout import DTYPE_BYTES, KVLayout
 from glowplug.core.memory.measure import Gauge, MemoryMeter, gauge_of
 from glowplug.core.memory.pool import KVPool
 from glowplug.core.parallel_stack import ParallelStack
@@ -155,9 +155,12 @@ class RankMemory:
             return 0
         most = max(rows for _, rows, _ in shapes)
         claimed = self._peak(runner, "graphs", partial(most_captured, runner, self.plan, most))
-        driver = driver_bytes(len(shapes), self.plan.facts.model.num_layers, len(counts))
-        self.meter.lines["graphs"] += driver
-        return claimed + driver
+        model, sizes = self.plan.facts.model, self.plan.sizes
+        beside = driver_bytes(len(shapes), model.num_layers, len(counts)) + kept_bytes(
+            model, [rows for _, rows, _ in shapes], counts, -(-sizes.positions // sizes.page_size),
+            DTYPE_BYTES[self.plan.dtype])
+        self.meter.lines["graphs"] += beside
+        return claimed + beside
 
     # ---- graphs and the self-test -----------------------------------------------------------------------------------
 

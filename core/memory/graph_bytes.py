@@ -2,17 +2,22 @@
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from glowplug.core.draft import Draft
+from glowplug.core.facts import ModelFacts
+from glowplug.core.memory.layout import DTYPE_BYTES
 from glowplug.core.offers import Mode
 from glowplug.core.options import GraphOptions
+from glowplug.core.parameters import stated
 from glowplug.core.plan import BudgetLine
 
 MIB = 1 << 20
+PAGE = 64  #: tokens a page, near enough for what page tables take
 FIXED = 64 * MIB  #: what the first graphs take, and those of sampling
 PER_LAYER = MIB // 16  #: what it takes for a layer in the graphs of one batch size: parameters of its kernels
 PER_PIECE = 2 * MIB // 15  #: the same of one token count, whose layers are graphs of their own
+STREAM = 32 * MIB  #: cuBLAS's workspace for the stream that captures
 SAMPLED = 1.03  #: logits with what a captured step makes of them
 INSIDE = ("model", "quantization", "ops")  #: slots whose components are inside a captured pass
 
@@ -20,6 +25,13 @@ INSIDE = ("model", "quantization", "ops")  #: slots whose components are inside 
 def driver_bytes(sizes: int, layers: int, counts: int = 0) -> int:
     """What the driver takes for the graphs of so many batch sizes and token counts of a model."""
     return FIXED + layers * (sizes * PER_LAYER + counts * PER_PIECE)
+
+
+def kept_bytes(model: ModelFacts, sizes: Sequence[int], counts: Sequence[int], columns: int, element: int) -> int:
+    """What stays beside the graphs' pool: a page table of ``columns`` for each batch size, what attention leaves behind
+    in the largest pass, in numbers of ``element`` bytes, and a workspace."""
+    width = model.num_heads * stated(model, "v_head_dim", model.head_dim) * element
+    return STREAM + sum(sizes) * columns * 4 + max(counts, default=0) * width
 
 
 def pass_tokens(draft: Draft, step_tokens: int) -> tuple[int, ...]:
@@ -54,7 +66,9 @@ def graph_line(draft: Draft, rows: int, step_tokens: int, step_bytes: Callable[[
     tokens = sizes[-1] * draft.values["width"]
     logits = int(tokens * draft.facts.model.vocab_size * 4 * SAMPLED)
     pool = max(step_bytes(tokens), logits, step_bytes(counts[-1]) if counts else 0)
-    return BudgetLine("graphs", driver_bytes(len(sizes), draft.facts.model.num_layers, len(counts)) + pool,
+    columns = (draft.config.context_length or draft.facts.model.max_positions) // PAGE + 1
+    kept = kept_bytes(draft.facts.model, sizes, counts, columns, DTYPE_BYTES[draft.values["dtype"]])
+    return BudgetLine("graphs", driver_bytes(len(sizes), draft.facts.model.num_layers, len(counts)) + kept + pool,
                       f"{how}, one pool")
 
 
