@@ -20,7 +20,7 @@ from glowplug.core.cache_gate import check_cache
 from glowplug.core.errors import GlowplugError
 from glowplug.core.layers.rope import Rope
 from glowplug.core.memory.fit import Left, compared, pages_that_fit
-from glowplug.core.memory.graph_bytes import driver_bytes, kept_bytes
+from glowplug.core.memory.graph_bytes import driver_bytes, kept_bytes, pool_bytes
 from glowplug.core.memory.layout import DTYPE_BYTES, KVLayout
 from glowplug.core.memory.measure import Gauge, MemoryMeter, gauge_of
 from glowplug.core.memory.pool import KVPool
@@ -29,7 +29,7 @@ from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Collectives, GraphRunner, Limits, Model, Worker
 from glowplug.core.runner import Runner
 from glowplug.core.sizing import human
-from glowplug.core.warmup import FEW_PAGES, most_captured, most_logits, most_tokens, steps_between, warm_up
+from glowplug.core.warmup import FEW_PAGES, most_captured, most_logits, most_passed, most_tokens, steps_between, warm_up
 
 RUNTIME = "cuda runtime"
 FIXES = ("a smaller scheduler.chunk_size, fewer scheduler.max_running_requests, a smaller memory.fraction, "
@@ -140,13 +140,19 @@ class RankMemory:
 
         NOTE: without graphs, whose memory is a line of its own; steps that no graph fits take theirs beside it.
         """
+        with self.meter.peak(line):
+            return self._claims(runner, run)
+
+    def _claims(self, runner: Runner, run: Callable[[], None]) -> int:
         claimed = self.gauge.claimed()
-        with self.meter.peak(line), _eagerly(runner):
+        self.gauge.restart()
+        with _eagerly(runner):
             run()
+        self.gauge.settle()
         return max(0, self.gauge.most_claimed() - max(claimed, self.gauge.claimed()))
 
     def _graphs(self, runner: Runner) -> int:
-        """What capturing will take: the memory of the largest step captured, which all graphs share, and the driver's.
+        """What capturing will take: the pool that all graphs share, what stays beside it, and the driver's.
 
         NOTE: a captured step is for the longest context, as its kernels' splits are those of every replay.
         """
@@ -154,13 +160,14 @@ class RankMemory:
         if not shapes:
             return 0
         most = max(rows for _, rows, _ in shapes)
-        claimed = self._peak(runner, "graphs", partial(most_captured, runner, self.plan, most))
+        pool = pool_bytes(self._peak(runner, "graphs", partial(most_captured, runner, self.plan, most)),
+                          self._claims(runner, partial(most_passed, runner, self.plan)))
         model, sizes = self.plan.facts.model, self.plan.sizes
         beside = driver_bytes(len(shapes), model.num_layers, len(counts)) + kept_bytes(
             model, [rows for _, rows, _ in shapes], counts, -(-sizes.positions // sizes.page_size),
             DTYPE_BYTES[self.plan.dtype])
-        self.meter.lines["graphs"] += beside
-        return claimed + beside
+        self.meter.lines["graphs"] = pool + beside
+        return pool + beside
 
     # ---- graphs and the self-test -----------------------------------------------------------------------------------
 

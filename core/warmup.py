@@ -71,10 +71,14 @@ def _run_chunks(runner: Runner, plan: EnginePlan, lengths: NDArray[np.int32], ca
 
 def most_captured(runner: Runner, plan: EnginePlan, rows: int) -> None:
     """So many rows decode at the end of the longest sequence, and draw their tokens in each way by itself, as graphs
-    hold them; then a step of as many tokens as a captured pass has at most."""
+    hold them."""
     for way in WAYS:
         _run_joined(runner, _decoding(plan, rows, plan.sizes.context_length),
                     SamplingParams(max_tokens=1, seed=0, **way))
+
+
+def most_passed(runner: Runner, plan: EnginePlan) -> None:
+    """A step of as many tokens as a captured pass has at most."""
     if plan.sizes.pass_tokens:
         longest = min(plan.sizes.chunk_size, plan.sizes.context_length - plan.sizes.width)
         whole, rest = divmod(plan.sizes.pass_tokens[-1], longest)

@@ -14,17 +14,25 @@ from glowplug.core.plan import BudgetLine
 
 MIB = 1 << 20
 PAGE = 64  #: tokens a page, near enough for what page tables take
-FIXED = 64 * MIB  #: what the first graphs take, and those of sampling
+FIXED = 16 * MIB  #: what the first graph takes
+PER_SIZE = 17 * MIB // 8  #: what those of one batch size take for sampling, and code that no other size runs
 PER_LAYER = MIB // 16  #: what it takes for a layer in the graphs of one batch size: parameters of its kernels
 PER_PIECE = 2 * MIB // 15  #: the same of one token count, whose layers are graphs of their own
 STREAM = 32 * MIB  #: cuBLAS's workspace for the stream that captures
 SAMPLED = 1.03  #: logits with what a captured step makes of them
+GRAIN = 32 * MIB  #: what blocks of a step's tensors have to spare, at most
 INSIDE = ("model", "quantization", "ops")  #: slots whose components are inside a captured pass
 
 
 def driver_bytes(sizes: int, layers: int, counts: int = 0) -> int:
     """What the driver takes for the graphs of so many batch sizes and token counts of a model."""
-    return FIXED + layers * (sizes * PER_LAYER + counts * PER_PIECE)
+    return FIXED + sizes * PER_SIZE + layers * (sizes * PER_LAYER + counts * PER_PIECE)
+
+
+def pool_bytes(decoding: int, passing: int) -> int:
+    """The pool that all graphs share, from what the allocator takes for the largest decoding step and for the largest
+    pass alone: the blocks of one hold some of the other's, not all (two shapes, two numbers of rows on an H200)."""
+    return max(decoding, passing) + min(decoding, passing) // 4
 
 
 def kept_bytes(model: ModelFacts, sizes: Sequence[int], counts: Sequence[int], columns: int, element: int) -> int:
@@ -45,11 +53,12 @@ def pass_tokens(draft: Draft, step_tokens: int) -> tuple[int, ...]:
 
 
 def graph_line(draft: Draft, rows: int, step_tokens: int, step_bytes: Callable[[int], int]) -> BudgetLine | None:
-    """Where ``rows`` sequences may run, in steps of ``step_tokens`` at most; ``step_bytes`` of a number of tokens:
-    activations of such a step. None without graphs. Says in the plan which batch sizes and token counts are captured.
+    """Where ``rows`` sequences may run, in steps of ``step_tokens`` at most; ``step_bytes`` of a number of tokens: what
+    activations of such a step take. None without graphs. Says in the plan which batch sizes and token counts are
+    captured.
 
-    All graphs share one pool, so that it is as large as the largest needs: a step's activations, its logits with what
-    sampling makes of them, or a pass's activations.
+    All graphs share one pool. A decoding step's logits, with what sampling makes of them, find no room in the blocks
+    that its activations have left.
     """
     runner = draft.first("graphs")
     if runner is None or not isinstance(runner.options, GraphOptions):
@@ -65,7 +74,8 @@ def graph_line(draft: Draft, rows: int, step_tokens: int, step_bytes: Callable[[
         how += f", {len(counts)} token counts up to {counts[-1]}"
     tokens = sizes[-1] * draft.values["width"]
     logits = int(tokens * draft.facts.model.vocab_size * 4 * SAMPLED)
-    pool = max(step_bytes(tokens), logits, step_bytes(counts[-1]) if counts else 0)
+    decoding, passing = step_bytes(tokens), step_bytes(counts[-1]) if counts else 0
+    pool = pool_bytes(decoding + min(GRAIN, decoding) + logits, passing + min(GRAIN, passing))
     columns = (draft.config.context_length or draft.facts.model.max_positions) // PAGE + 1
     kept = kept_bytes(draft.facts.model, sizes, counts, columns, DTYPE_BYTES[draft.values["dtype"]])
     return BudgetLine("graphs", driver_bytes(len(sizes), draft.facts.model.num_layers, len(counts)) + kept + pool,

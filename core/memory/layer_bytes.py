@@ -54,6 +54,13 @@ class LayerBytes:
     def latent(self) -> bool:
         return self.model.kind == "mla"
 
+    def claimed(self, tokens: int) -> int:
+        """What torch's allocator takes for a step of so many tokens on every rank, without the blocks' own granularity.
+        """
+        gathered = tokens * self.mesh.get("dp", 1)
+        mixed = any(is_moe_layer(self.model, layer) for layer in range(self.model.num_layers))
+        return self.activations(StepTokens(tokens, gathered, tokens)) + (self.experts(gathered).extra if mixed else 0)
+
     def activations(self, step: StepTokens) -> int:
         """The most that a step's layers hold, its indices and rotations among it."""
         model, hidden = self.model, self.model.hidden_size
@@ -123,9 +130,9 @@ class LayerBytes:
         work = (self._scheme.experts_work or gated_rows)(step)
         routed = step.pairs * 2 * SHOWN
         if riding == shared:
-            return Work(routed + work.most, work.left)
+            return Work(routed + work.most, work.left, work.extra)
         beside = self._gated(tokens, shared * inter)
-        return Work(routed + max(work.most, work.left + beside.most), work.left)
+        return Work(routed + max(work.most, work.left + beside.most), work.left, work.extra)
 
 
 def _scheme(chosen: Chosen | None, device: str) -> tuple[QuantizationOffers, float]:

@@ -4,8 +4,6 @@ On a device these numbers stand only until the largest steps have been run and m
 """
 from __future__ import annotations
 
-from functools import partial
-
 from glowplug.core.draft import Draft
 from glowplug.core.memory.graph_bytes import graph_line
 from glowplug.core.memory.layer_bytes import LayerBytes, StepTokens
@@ -32,7 +30,7 @@ def workspace_lines(draft: Draft, rows: int, step_tokens: int, device: str) -> l
         lines.append(BudgetLine("sampling state", int(rows * model.vocab_size * _sampler(draft).state_bytes),
                                 f"penalties and allowed tokens of {rows} rows"))
         lines.append(BudgetLine("cuda runtime", CUDA_RUNTIME, "context, kernels, libraries"))
-        graphs = graph_line(draft, rows, step_tokens, partial(_even_step, draft))
+        graphs = graph_line(draft, rows, step_tokens, LayerBytes(draft).claimed)
         lines += [graphs] if graphs is not None else []
     if draft.config.memory.reserve_bytes:
         lines.append(BudgetLine("reserve", draft.config.memory.reserve_bytes, "memory.reserve_bytes"))

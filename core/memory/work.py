@@ -14,10 +14,14 @@ SHOWN = 4  #: bytes of a float32 number, or of an int32 one
 
 @dataclass(frozen=True)
 class Work:
-    """``most``: held at once, at most, beside what it was given; ``left``: of that, its results."""
+    """``most``: held at once, at most, beside what it was given; ``left``: of that, its results.
+
+    ``extra``: what torch's allocator has to add for large blocks that cannot take the place of earlier ones.
+    """
 
     most: int
     left: int
+    extra: int = 0
 
 
 @dataclass(frozen=True)

@@ -46,4 +46,5 @@ def _grouped(step: ExpertsStep) -> Work:
         step.hidden * CAST, 2 * step.inter * step.element, step.inter * CAST, step.hidden * step.element))
     out = step.tokens * step.hidden * step.element
     kept = (step.pairs + 3 * rows) * SHOWN  # places, and who is whose
-    return Work(kept + max(given + both, both + inner, inner + outer + out), out)
+    most = max(given + both, both + inner, inner + outer + out)
+    return Work(kept + most, out, given + both + inner + outer + out - most)
