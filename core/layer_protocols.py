@@ -274,8 +274,24 @@ class LinearMethod(Protocol):
         ...
 
 
+class StartedExperts(Protocol):
+    """A layer's experts once x is there. The gate is called next, with ``begun`` (int32), whose first number it sets to
+    1 as soon as it may read x; then ``finish``."""
+
+    @property
+    def begun(self) -> Tensor: ...
+
+    def finish(self, ids: Tensor, weights: Tensor) -> Tensor | Parts:
+        """As ``ExpertsMethod.apply`` of the same x."""
+        ...
+
+
 class ExpertsMethod(Protocol):
-    """How the routed experts of one layer keep their weights and multiply."""
+    """How the routed experts of one layer keep their weights and multiply.
+
+    A method may have ``start(x [T, hidden], width) -> StartedExperts | None`` too, for gates that choose ``width`` ids
+    a token, shared experts' among them; None: nothing is gained by beginning before the gate has chosen.
+    """
 
     input_format: str  #: as of ``LinearMethod``
 
@@ -318,11 +334,13 @@ class Route(Protocol):
     """A gate in one call: scores, choice and weights."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, k: int, groups: int, topk_groups: int,
-                 renormalize: bool, scale: float, appended: int) -> tuple[Tensor, Tensor]:
+                 renormalize: bool, scale: float, appended: int,
+                 begun: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x [T, H], weight [E, H] -> weights float32 [T, K + A], ids int32 [T, K + A].
 
         With bias float32 [E] a sigmoid gate, softmax otherwise; scores accumulate in float32. The A = ``appended``
         columns behind the K chosen are experts E to E + A - 1 with weight 1: shared experts that ride along.
+        ``begun``: of ``StartedExperts``.
         """
         ...
 

@@ -33,6 +33,7 @@ from glowplug.core.layer_protocols import (
     Quantized as Quantized,
     RopeRows as RopeRows,
     Route as Route,
+    StartedExperts as StartedExperts,
     WeightTarget as WeightTarget,
     Worker as Worker,
 )

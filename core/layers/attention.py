@@ -12,7 +12,7 @@ from glowplug.core.build import BuildContext
 from glowplug.core.layers.linear import Linear, Part
 from glowplug.core.layers.module import Module
 from glowplug.core.layers.norm import RmsNorm
-from glowplug.core.protocols import RopeRows
+from glowplug.core.protocols import Parts, RopeRows
 
 BLOCK = 128  #: rows and columns of a stored block
 LATENT_EPS = 1e-6  #: of the two latent norms; published code and checkpoints never take it from the config
@@ -35,7 +35,7 @@ class MlaSizes:
 class MlaAttention(Module):
     """Multi-head latent attention; also the ``MlaLayer`` its backend works with.
 
-    ``forward(x [T, hidden], at) -> [T, hidden]`` where ``at`` is the step's rope rows.
+    ``forward(x [T, hidden], at) -> [T, hidden]``, maybe in ``Parts``, where ``at`` is the step's rope rows.
     """
 
     def __init__(self, context: BuildContext, name: str, index: int, sizes: MlaSizes, scale: float) -> None:
@@ -96,16 +96,16 @@ class MlaAttention(Module):
         both = latent.mm(self._kv_weight).view(-1, self.heads, self.nope_dim + self.v_dim)
         return both[..., : self.nope_dim], both[..., self.nope_dim :]
 
-    def forward(self, x: Any, at: object) -> Tensor:
+    def forward(self, x: Any, at: object) -> Tensor | Parts:
         if self._projected is not None and isinstance(at, RopeRows):
             first, compressed = self.input_proj.forward(x).split_with_sizes(self._halves, dim=-1)
             work = partial(self._attend_projected, at.interleaved)
-            return self.o_proj.forward(self._cut(work, (self._query(first), compressed, at.cos_sin), self._width))
+            return self.o_proj.forward_parts(self._cut(work, (self._query(first), compressed, at.cos_sin), self._width))
         first, latent, k_rope = self.input_proj.forward(x).split_with_sizes(self._split, dim=-1)
         q_nope, q_rope = self._query(first).split_with_sizes(self._split_query, dim=-1)
         q_rope, k_rope = self._rope(q_rope, k_rope.unsqueeze(1), at)
         rows = q_nope, q_rope, self.kv_norm.forward(latent), k_rope.squeeze(1)
-        return self.o_proj.forward(self._cut(self._attend, rows, self._width))
+        return self.o_proj.forward_parts(self._cut(self._attend, rows, self._width))
 
     def _attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor) -> Tensor:
         return self._mla(q_nope, q_rope, latent, k_rope, self)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from glowplug.core.build import BuildContext
 from glowplug.core.layers.module import Module
-from glowplug.core.protocols import LinearMethod, LinearShape, Ops, Quantized, Shard, WeightTarget
+from glowplug.core.protocols import LinearMethod, LinearShape, Ops, Parts, Quantized, Shard, WeightTarget
 
 FORMAT_PLAIN = "plain"
 
@@ -78,6 +78,10 @@ class Linear(Module):
         self._axis = columns.axis
         if len(self.methods) == 1 and self._collectives is None:
             self.forward = self.methods[0].apply  # type: ignore[method-assign]
+        #: as ``forward``, but a method that has ``apply_parts`` may answer ``Parts``, for a norm that adds them up
+        self.forward_parts: Callable[[Any], Tensor | Parts] = self.forward
+        if len(self.methods) == 1 and context.worker.ranks == 1 and context.ops.adds_parts:
+            self.forward_parts = getattr(self.methods[0], "apply_parts", self.forward)
 
     def _rows(self, part: Part) -> Shard:
         if part.held is not None:

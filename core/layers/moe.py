@@ -13,7 +13,15 @@ from glowplug.core.build import BuildContext
 from glowplug.core.layers.linear import FORMAT_PLAIN, Both, agreed_format, both_formats, caster
 from glowplug.core.layers.mlp import Mlp
 from glowplug.core.layers.module import Module, Target
-from glowplug.core.protocols import ExpertExchange, ExpertsMethod, ExpertsShape, Parts, Quantized, WeightTarget
+from glowplug.core.protocols import (
+    ExpertExchange,
+    ExpertsMethod,
+    ExpertsShape,
+    Parts,
+    Quantized,
+    StartedExperts,
+    WeightTarget,
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,9 @@ class MoeSizes:
     scale: float = 1.0
 
 
+Start = Callable[[Tensor, int], StartedExperts | None]
+
+
 class Gate(Module):
     """Scores experts in float32 and picks: ``forward(x [T, hidden]) -> weights float32 [T, K], ids int [T, K]``."""
 
@@ -56,11 +67,12 @@ class Gate(Module):
         if self.bias is not None:
             yield Target(f"{self.name}.e_score_correction_bias", tuple(self.bias.shape), self.bias)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, begun: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """``begun``: of ``StartedExperts``."""
         s = self.sizes
         if self._route is not None:
             return self._route(x, self.weight, self.bias, s.topk, s.groups, s.topk_groups, s.renormalize, s.scale,
-                               self.appended)
+                               self.appended, begun)
         logits = F.linear(x.float(), self.weight.float())
         if self.bias is not None:
             return self._sigmoid(logits, self.bias, s.topk, s.groups, s.topk_groups, s.renormalize, s.scale)
@@ -116,6 +128,7 @@ class Moe(Module):
                                parts)
         self.shared = Mlp(context, f"{name}.shared_experts", sizes.hidden, sizes.shared,
                           reduce=False) if sizes.shared and not riding else None
+        self._start: Start | None = getattr(self.experts.method, "start", None) if riding else None
         readers = [self.experts] if self.shared is None else [self.experts, self.shared]
         self._cast: Callable[[Tensor], Tensor] | None = caster(context.ops, *readers)  # type: ignore[assignment]
         self._exchange = context.parallel.expert_exchange(name, sizes.experts)
@@ -138,6 +151,10 @@ class Moe(Module):
         if isinstance(x, Both):
             weights, ids = self.gate.forward(x.plain)
             return self._mixed(x.cast, ids, weights)
+        started = None if self._start is None else self._start(x, self.gate.sizes.topk + self.gate.appended)
+        if started is not None:
+            weights, ids = self.gate.forward(x, started.begun)
+            return started.finish(ids, weights)
         weights, ids = self.gate.forward(x)
         if self._exchange is not None:
             return self._exchanged(self._exchange, x, ids, weights, batch)

@@ -80,10 +80,14 @@ def _sum_layout(block_m, columns, warps):
 
 
 @gluon.jit
-def _ring(latent_at, rope_at, table, start, tiles, dtype: gl.constexpr, C: gl.constexpr, R: gl.constexpr,
-          RING: gl.constexpr, PAGE: gl.constexpr):
+def _ring(latent_at, rope_at, table, start, tiles, known, dtype: gl.constexpr, C: gl.constexpr, R: gl.constexpr,
+          RING: gl.constexpr, PAGE: gl.constexpr, DEPENDENT: gl.constexpr):
     """Shared memory for the tiles, with the first of them on their way: latents, rotary parts and their barriers; and
-    for a tile of ``dtype`` if theirs is another."""
+    for a tile of ``dtype`` if theirs is another.
+
+    NOTE: lengths, pages and the first ``known`` keys are older than the step's first kernel, so they are asked for
+    before the prologue ends, which adds the other keys: 0.8, 1.9 and 0.4 us of 17, 25 and 50 at 8, 32 and 128 rows.
+    """
     latent = gl.allocate_shared_memory(latent_at.dtype, [RING, TILE, C], latent_at.layout)
     rope = gl.allocate_shared_memory(latent_at.dtype, [RING, TILE, R], rope_at.layout)
     ready = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
@@ -91,8 +95,14 @@ def _ring(latent_at, rope_at, table, start, tiles, dtype: gl.constexpr, C: gl.co
         mbarrier.init(ready.index(i), count=1)
     fence_async_shared()
     for i in gl.static_range(RING):
-        if i < tiles:
-            first = start + i * TILE
+        first = start + i * TILE
+        if (i < tiles) & (first + TILE <= known):
+            _fetch(latent_at, rope_at, gl.load(table + first // PAGE), first, latent.index(i), rope.index(i),
+                   ready.index(i), PAGE)
+    dependent.wait(DEPENDENT)
+    for i in gl.static_range(RING):
+        first = start + i * TILE
+        if (i < tiles) & (first + TILE > known):
             _fetch(latent_at, rope_at, gl.load(table + first // PAGE), first, latent.index(i), rope.index(i),
                    ready.index(i), PAGE)
     if latent_at.dtype == dtype:
@@ -221,7 +231,6 @@ def mla_decode_hopper_kernel(query, latent_at, rope_at, page_table, kv_lens, tre
     dtype: gl.constexpr = query.dtype.element_ty
     m_layout: gl.constexpr = gl.SliceLayout(AXIS, s_layout)
     dependent.begin(DEPENDENT)
-    dependent.wait(DEPENDENT)
     block, row, split = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     length = gl.load(kv_lens + row)
     each = gl.cdiv(gl.cdiv(length, TILE), splits) * TILE
@@ -229,11 +238,13 @@ def mla_decode_hopper_kernel(query, latent_at, rope_at, page_table, kv_lens, tre
     end = gl.minimum(start + each, length)
     if SPLIT:
         if start >= end:
+            dependent.wait(DEPENDENT)
             return
     tiles, table = gl.cdiv(end - start, TILE), page_table + row * table_stride
     pairs = width * heads
     line = row.to(gl.int64) * pairs  # of the row's first pair
-    latent, rope, ready, wide, wide_r = _ring(latent_at, rope_at, table, start, tiles, dtype, C, R, RING, PAGE)
+    latent, rope, ready, wide, wide_r = _ring(latent_at, rope_at, table, start, tiles, length - width, dtype, C, R,
+                                              RING, PAGE, DEPENDENT)
     q_c, q_r = _queries(query + line * (C + R), block * BLOCK_M, pairs, dtype, C, R, BLOCK_M)
     if AXIS == 0:
         p_smem = gl.allocate_shared_memory(dtype, [TILE, BLOCK_M], p_layout)

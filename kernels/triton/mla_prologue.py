@@ -19,6 +19,7 @@ FEW = 64  #: decoding tokens up to which W_UK's product is quicker in the prolog
 FEW_PAIRS = 2048  #: twice as many where tokens times heads are no more than these; of W_UV's product as well
 UV_STORED = 64  #: columns of W_UV's product that a program makes of stored weights
 UK_COLUMNS = 64  #: of one head's product that a program makes
+UV_COLUMNS, UV_ROWS = 32, 32  #: the same of W_UV's, and tokens of them
 
 
 @triton.jit
@@ -30,14 +31,15 @@ def _put(target, value, FP8: tl.constexpr, inside):
 
 
 @triton.jit
-def _product(x, w, out, head, column, rows, x_row, x_head, w_head, w_depth, w_column, out_row, out_head,
+def _product(x, w, out, head, first, column, rows, x_row, x_head, w_head, w_depth, w_column, out_row, out_head,
              SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
              DEPENDENT: tl.constexpr):
-    """out[:, head, column to column + BLOCK] = x[:, head] w[head]: x [rows, H, SIZE], w [H, SIZE, COLUMNS].
+    """out[rows, head, columns] = x[rows, head] w[head], ROWS rows from ``first`` and BLOCK columns from ``column`` on:
+    x [rows, H, SIZE], w [H, SIZE, COLUMNS].
 
     The weights come in before it waits for the kernel that makes x.
     """
-    row, at, depth = tl.arange(0, ROWS), column + tl.arange(0, BLOCK), tl.arange(0, DEPTH)
+    row, at, depth = first + tl.arange(0, ROWS), column + tl.arange(0, BLOCK), tl.arange(0, DEPTH)
     b = tl.load(w + head * w_head + at[None, :] * w_column + depth[:, None] * w_depth,
                 mask=(depth < SIZE)[:, None] & (at < COLUMNS)[None, :], other=0.0)
     dependent.wait(DEPENDENT)
@@ -54,8 +56,8 @@ def _by_heads(x, w, out, rows, x_row, x_head, w_head, w_depth, w_column, out_row
               DEPENDENT: tl.constexpr):
     dependent.begin(DEPENDENT)
     head = tl.program_id(0).to(tl.int64)
-    _product(x, w, out, head, tl.program_id(1) * BLOCK, rows, x_row, x_head, w_head, w_depth, w_column, out_row,
-             out_head, SIZE, COLUMNS, ROWS, BLOCK, DEPTH, DEPENDENT)
+    _product(x, w, out, head, tl.program_id(2) * ROWS, tl.program_id(1) * BLOCK, rows, x_row, x_head, w_head, w_depth,
+             w_column, out_row, out_head, SIZE, COLUMNS, ROWS, BLOCK, DEPTH, DEPENDENT)
 
 
 @triton.jit(do_not_specialize=["tokens", "decode", "heads"])
@@ -84,8 +86,8 @@ def _prologue(query, compressed, weight, cos_sin, cache, slots, absorbed, own, w
                            uk_depth, uk_column, scale_head, scale_depth, scale_column, absorbed_token, absorbed_head,
                            NOPE, LORA, ROWS, UK_BLOCK, DEPENDENT)
         else:
-            _product(query, w_uk, absorbed, head, column, decode, query_token, query_head, uk_head, uk_depth, uk_column,
-                     absorbed_token, absorbed_head, NOPE, LORA, ROWS, UK_BLOCK, DEPTH, DEPENDENT)
+            _product(query, w_uk, absorbed, head, 0, column, decode, query_token, query_head, uk_head, uk_depth,
+                     uk_column, absorbed_token, absorbed_head, NOPE, LORA, ROWS, UK_BLOCK, DEPTH, DEPENDENT)
 
 
 @triton.jit
@@ -196,7 +198,7 @@ def prologue(query: Tensor, compressed: Tensor, norm_weight: Tensor, eps: float,
         HALF=rope // 2, LORA_BLOCK=triton.next_power_of_2(lora), HALF_BLOCK=triton.next_power_of_2(rope // 2),
         HEAD_BLOCK=block, PARTS=parts, INTERLEAVED=interleaved, FP8=cache.dtype is torch.float8_e4m3fn,
         UK_BLOCKS=uk_blocks, UK_BLOCK=uk_block, ROWS=_tile(decode) if few else 16, DEPTH=_tile(size - rope),
-        STORED=stored is not None, num_warps=4, **(options := dependent.options()),
+        STORED=stored is not None, num_warps=8 if few and decode > FEW else 4, **(options := dependent.options()),
         LEADS=options["DEPENDENT"] and leads and few)
     if decode and not few:
         _bmm(query[:decode, :, : size - rope], w_uk, absorbed[..., :lora])
@@ -219,15 +221,16 @@ def project(latent: Tensor, w_uv: Tensor, out: Tensor, follows: bool = False, st
     elif tokens > FEW or tokens * heads > FEW_PAIRS:
         _bmm(latent, w_uv, out)
     elif tokens:
-        by_heads(latent, w_uv, out, min(32 if tokens <= 16 else 64, triton.next_power_of_2(w_uv.shape[2])), follows)
+        by_heads(latent, w_uv, out, min(UV_COLUMNS, triton.next_power_of_2(w_uv.shape[2])), follows)
 
 
 def by_heads(x: Tensor, w: Tensor, out: Tensor, block: int, follows: bool) -> None:
     """x [T, H, K], w [H, K, N] -> out [T, H, N] for few tokens, ``block`` columns a program."""
     (tokens, heads, size), columns = x.shape, w.shape[2]
-    _by_heads[(heads, triton.cdiv(columns, block))](
+    tile = min(UV_ROWS, _tile(tokens))
+    _by_heads[(heads, triton.cdiv(columns, block), triton.cdiv(tokens, tile))](
         x, w, out, tokens, x.stride(0), x.stride(1), *w.stride(), out.stride(0), out.stride(1), SIZE=size,
-        COLUMNS=columns, ROWS=_tile(tokens), BLOCK=block, DEPTH=_tile(size), num_warps=4,
+        COLUMNS=columns, ROWS=tile, BLOCK=block, DEPTH=_tile(size), num_warps=4,
         **(dependent.options() if follows else {"DEPENDENT": False}))
 
 

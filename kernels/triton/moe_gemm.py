@@ -9,7 +9,7 @@ want comes several times.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,8 +21,22 @@ from glowplug.kernels.triton import dependent
 from glowplug.kernels.triton.moe_align import Alignment
 
 WIDE = 128  #: tokens that share a tile of everybody's experts
+POLLS_AT_MOST: tl.constexpr = tl.constexpr(4096)  # looks for the gate's sign; it comes within some ten
 SPARSE = 32  #: rows of a tile up to which most are padding, which is not read: its way from L2 takes time from weights'
 Config = Mapping[str, Any]  #: of one product: block_m, block_n, block_k, group, warps, stages, swap, tma, way
+
+
+class Early(NamedTuple):
+    """What lets everybody's experts begin before the gate has chosen.
+
+    Attributes:
+        begun: int32 [2], zeros before and after: ``route``'s sign that x is there, and how many have seen it.
+        out: what ``up`` fills. NOTE: made before the gate is launched, because memory that the gate gives back must
+            not become a result that is written while the gate still runs.
+    """
+
+    begun: Tensor
+    out: Tensor
 
 
 @triton.jit
@@ -152,30 +166,52 @@ def _everybodys(program, x, w, out, weights, experts, columns, depth, tokens, pl
           place if UP else pair, first, columns, depth, UP, False, False, True, EVEN_K, False, WIDE_M, WIDE_N, WIDE_K)
 
 
+@triton.jit
+def _await(begun, programs, DEPENDENT: tl.constexpr):
+    """Wait until the gate has seen x, the earliest moment to read it; the last of ``programs`` takes the sign back."""
+    looks = 0
+    while (looks < POLLS_AT_MOST) & (tl.atomic_add(begun, 0, sem="acquire") == 0):
+        looks += 1
+    if looks == POLLS_AT_MOST:
+        dependent.wait(DEPENDENT)
+    if tl.atomic_add(begun + 1, 1, sem="relaxed") == programs - 1:
+        tl.atomic_xchg(begun + 1, 0, sem="relaxed")
+        tl.atomic_xchg(begun, 0, sem="relaxed")
+
+
 @triton.jit(do_not_specialize=["pairs", "experts", "m_blocks", "n_blocks", "group", "wide", "tokens"])
-def _grouped(x, x_stored, w, stored, out, ids, weights, sorted_pairs, expert_of_block, pairs, experts, columns, depth,
-             m_blocks, n_blocks, group, wide, tokens, UP: tl.constexpr, SORTED: tl.constexpr, TOPK: tl.constexpr,
+def _grouped(x, x_stored, w, stored, out, ids, weights, sorted_pairs, expert_of_block, begun, pairs, experts, columns,
+             depth, m_blocks, n_blocks, group, wide, tokens, UP: tl.constexpr, SORTED: tl.constexpr, TOPK: tl.constexpr,
              WIDTH: tl.constexpr, TMA: tl.constexpr, X_TMA: tl.constexpr, SWAP: tl.constexpr, EVEN_K: tl.constexpr,
              MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
              SHARED: tl.constexpr, WIDE_M: tl.constexpr, WIDE_N: tl.constexpr, WIDE_K: tl.constexpr,
-             DEPENDENT: tl.constexpr):
+             EARLY: tl.constexpr, DEPENDENT: tl.constexpr):
     """``UP``: x are tokens [T, K], w holds gates, then ups; out has a row a place in the sorted list, or a pair.
 
     Otherwise x are those rows, and out has a row a pair: [T * K, columns]. ``stored`` and ``x_stored``: w and x as
-    pointers. The first ``wide`` programs are for everybody's experts, which the list leaves out.
+    pointers. The first ``wide`` programs are for everybody's experts, which the list leaves out; with ``EARLY`` those
+    of the first product run while the gate still chooses, as soon as ``begun`` says that x is there.
     """
+    if EARLY:
+        if tl.program_id(0) < wide:
+            _await(begun, wide, DEPENDENT)
+            dependent.begin(DEPENDENT)
+            _everybodys(tl.program_id(0), x_stored, stored, out, weights, experts, columns, depth, tokens,
+                        m_blocks * BLOCK_M if SORTED else pairs, UP, SHARED, TOPK, EVEN_K, WIDE_M, WIDE_N, WIDE_K)
+            return
     if UP:
         dependent.wait(DEPENDENT)
     dependent.begin(DEPENDENT)  # the second product may read what the first has waited for
-    if SHARED > 0:
+    if SHARED > 0 and not EARLY:
         if tl.program_id(0) < wide:
             if not UP:
                 dependent.wait(DEPENDENT)
             _everybodys(tl.program_id(0), x_stored, stored, out, weights, experts, columns, depth, tokens,
-                        m_blocks * BLOCK_M, UP, SHARED, TOPK, EVEN_K, WIDE_M, WIDE_N, WIDE_K)
+                        m_blocks * BLOCK_M if SORTED else pairs, UP, SHARED, TOPK, EVEN_K, WIDE_M, WIDE_N, WIDE_K)
             return
     block, column_block = tile_place(m_blocks, n_blocks, group, wide)
-    expert, pair = tile_pairs(ids, sorted_pairs, expert_of_block, block, pairs, experts, SORTED, TOPK, WIDTH, BLOCK_M)
+    expert, pair = tile_pairs(ids, sorted_pairs, expert_of_block, block, pairs, experts - SHARED, SORTED, TOPK, WIDTH,
+                              BLOCK_M)
     if not UP:
         dependent.wait(DEPENDENT)
     if expert < 0:
@@ -200,11 +236,11 @@ def wide_tile(tokens: int, up: bool, warps: int) -> tuple[int, int, int]:
 
 
 def _launch(x: Tensor, w: Tensor, out: Tensor, ids: Tensor, weights: Tensor | None, aligned: Alignment | None,
-            config: Config, shared: int = 0) -> Tensor:
+            config: Config, shared: int = 0, begun: Tensor | None = None) -> Tensor:
     pairs, (experts, _, depth), columns = ids.numel(), w.shape, out.shape[1]
     block_m, block_n, block_k = config["block_m"], config["block_n"], config["block_k"]
     dense = aligned is None
-    m_blocks = experts * triton.cdiv(ids.shape[0], block_m) if dense else len(aligned.expert_of_block)
+    m_blocks = (experts - shared) * triton.cdiv(ids.shape[0], block_m) if dense else len(aligned.expert_of_block)
     n_blocks = triton.cdiv(columns, block_n)
     tma = bool(config.get("tma")) and depth * w.element_size() % 16 == 0
     x_tma = tma and not dense and weights is not None
@@ -214,23 +250,27 @@ def _launch(x: Tensor, w: Tensor, out: Tensor, ids: Tensor, weights: Tensor | No
     _grouped[(wide + m_blocks * n_blocks,)](
         TensorDescriptor.from_tensor(x, [block_m, block_k]) if x_tma else x, x,
         TensorDescriptor.from_tensor(w.view(-1, depth), [block_n, block_k]) if tma else w, w,
-        out, ids, weights, *places, pairs, experts, columns, depth, m_blocks, n_blocks, config.get("group", 64),
-        wide, ids.shape[0], UP=weights is None, SORTED=not dense, TOPK=ids.shape[1],
+        out, ids, weights, *places, ids if begun is None else begun, pairs, experts, columns, depth, m_blocks, n_blocks,
+        config.get("group", 64), wide, ids.shape[0], UP=weights is None, SORTED=not dense, TOPK=ids.shape[1],
         WIDTH=triton.next_power_of_2(ids.shape[1]), TMA=tma, X_TMA=x_tma, SWAP=bool(config.get("swap")),
         EVEN_K=depth % block_k == 0 == depth % wide_k, MASK=block_m <= SPARSE and not x_tma, BLOCK_M=block_m,
         BLOCK_N=block_n, BLOCK_K=block_k, SHARED=shared, WIDE_M=wide_m, WIDE_N=wide_n, WIDE_K=wide_k,
-        num_warps=config["warps"], num_stages=config["stages"], **dependent.options())
+        EARLY=begun is not None, num_warps=config["warps"], num_stages=config["stages"], **dependent.options())
     return out
 
 
-def up(x: Tensor, w13: Tensor, ids: Tensor, aligned: Alignment | None, config: Config, shared: int = 0) -> Tensor:
+def up(x: Tensor, w13: Tensor, ids: Tensor, aligned: Alignment | None, config: Config, shared: int = 0,
+       early: Early | None = None) -> Tensor:
     """x [T, H], w13 [E, 2I, H] gates before ups, ids [T, K] -> silu(gate) * up, I columns.
 
     A row a place in ``aligned``, which was made with the configuration's block_m; without one ("dense") a row a pair.
     Rows of padding and of absent experts are not written. ``shared``: so many last experts are every token's last ones
-    and not in ``aligned``; T rows for each of them follow.
+    and not in ``aligned``; T rows for each of them follow, and without ``aligned`` their pairs' are not written. With
+    ``early`` these do not wait for the ids: only right behind the gate that was given ``early.begun`` for the same x.
     """
-    rows = ids.numel() if aligned is None else len(aligned.sorted_pairs) + shared * ids.shape[0]
+    if early is not None:
+        return _launch(x, w13, early.out, ids, None, aligned, config, shared, early.begun)
+    rows = (ids.numel() if aligned is None else len(aligned.sorted_pairs)) + shared * ids.shape[0]
     out = torch.empty(rows, w13.shape[1] // 2, dtype=x.dtype, device=x.device)
     return _launch(x, w13, out, ids, None, aligned, config, shared)
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from glowplug.kernels.triton import dependent
 from glowplug.kernels.triton.fp8_quant import GROUP, empty_quantized, store_quantized
 
+FEW_ROWS = 128  #: about as many as there are processors
+
 
 @triton.jit
 def add_parts(parts, ids, row, ids_stride, column, inside, size, PARTS: tl.constexpr):
@@ -58,10 +60,13 @@ def rows_of(x: Tensor) -> Tensor:
     return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 
-def warps_for(block: int, parts: bool = False) -> int:
-    """Warps of a program that reduces ``block`` elements, each of them a sum where there are ``parts``."""
+def warps_for(block: int, parts: bool = False, rows: int = FEW_ROWS + 1) -> int:
+    """Warps of each of ``rows`` programs that reduces ``block`` elements, each of them a sum where there are ``parts``.
+    """
     if parts and block > 4096:
         return 32
+    if parts and block > 1024 and rows <= FEW_ROWS:
+        return 16  # 8 parts of 2048 numbers, 128 rows and 32: 0.4 and 0.3 us less than with 8
     return 4 if block <= 1024 else 8 if block <= 4096 else 16
 
 
@@ -84,7 +89,7 @@ def _launch(x: Tensor, weight: Tensor, eps: float, *, ids: Tensor | None = None,
                    0 if scales is None else scales.stride(1), eps,
                    GROUPS=groups, PARTS=0 if ids is None else ids.shape[1], ADD=before is not None,
                    PLAIN=plain is not None, QUANTIZED=quantized is not None,
-                   num_warps=warps_for(groups * GROUP, ids is not None), **dependent.options())
+                   num_warps=warps_for(groups * GROUP, ids is not None, rows), **dependent.options())
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

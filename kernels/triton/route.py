@@ -38,16 +38,20 @@ def _vector_scores(x, weight, token, first_expert, experts, hidden, x_stride, BE
 
 
 @triton.jit
-def _matrix_scores(x, weight, first, first_expert, start, end, tokens, experts, hidden, x_stride, BT: tl.constexpr,
-                   BE: tl.constexpr, BK: tl.constexpr, LINES: tl.constexpr, CAST: tl.constexpr,
-                   DEPENDENT: tl.constexpr):
-    """float32 [BT, BE]: x times gate weights over channels ``start`` to ``end``."""
+def _matrix_scores(x, weight, begun, first, first_expert, start, end, tokens, experts, hidden, x_stride,
+                   BT: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, LINES: tl.constexpr, CAST: tl.constexpr,
+                   TELLS: tl.constexpr, DEPENDENT: tl.constexpr):
+    """float32 [BT, BE]: x times gate weights over channels ``start`` to ``end``. With ``TELLS`` one program sets
+    ``begun`` to 1 as soon as x is there."""
     token, expert, k = first + tl.arange(0, BT), first_expert + tl.arange(0, BE), tl.arange(0, BK)
     x_at = x + tl.where(token < tokens, token, 0).to(tl.int64)[:, None] * x_stride + k[None, :]
     rows = weight + tl.where(expert < experts, expert, 0)[:, None] * hidden
     if DEPENDENT:
         dependent.fetch(rows + tl.minimum(start + tl.arange(0, LINES) * 64, end - 1)[None, :])
     dependent.wait(DEPENDENT)
+    if TELLS:
+        if first + first_expert + start == 0:
+            tl.atomic_xchg(begun, 1, sem="release")
     total = tl.zeros((BT, BE), tl.float32)
     for at in range(start, end, BK):
         inside = k[None, :] < end - at
@@ -125,12 +129,12 @@ def _choose(logits, bias, weights, ids, first, tokens, experts, scale, ROWS: tl.
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _route(x, weight, bias, logits, tickets, weights, ids, tokens, experts, hidden, x_stride, scale, split_depth,
+def _route(x, weight, bias, logits, tickets, begun, weights, ids, tokens, experts, hidden, x_stride, scale, split_depth,
            E_BLOCKS: tl.constexpr, SPLITS: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
            LINES: tl.constexpr, CAST: tl.constexpr, CHOOSE: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
            TOPK_GROUPS: tl.constexpr, G2: tl.constexpr, PER2: tl.constexpr, TOPK: tl.constexpr,
            APPENDED: tl.constexpr, OUT2: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr,
-           DEPENDENT: tl.constexpr):
+           TELLS: tl.constexpr, DEPENDENT: tl.constexpr):
     dependent.begin(DEPENDENT)
     part, block = tl.program_id(0), tl.program_id(1)
     first, first_expert, split = block * BT, part % E_BLOCKS * BE, part // E_BLOCKS
@@ -138,8 +142,8 @@ def _route(x, weight, bias, logits, tickets, weights, ids, tokens, experts, hidd
     if BT == 1:
         total = _vector_scores(x, weight, first, first_expert, experts, hidden, x_stride, BE, BK, DEPENDENT)
     else:
-        total = _matrix_scores(x, weight, first, first_expert, start, tl.minimum(start + split_depth, hidden), tokens,
-                               experts, hidden, x_stride, BT, BE, BK, LINES, CAST, DEPENDENT)
+        total = _matrix_scores(x, weight, begun, first, first_expert, start, tl.minimum(start + split_depth, hidden),
+                               tokens, experts, hidden, x_stride, BT, BE, BK, LINES, CAST, TELLS, DEPENDENT)
     token, expert = first + tl.arange(0, BT), first_expert + tl.arange(0, BE)
     at = (tokens.to(tl.int64) * split + token)[:, None] * experts + expert[None, :]
     tl.store(logits + at, total, mask=(token < tokens)[:, None] & (expert < experts)[None, :])
@@ -183,17 +187,20 @@ def _blocks(tokens: int, experts: int, hidden: int) -> tuple[int, int, int, int]
     rows, columns = (64, min(128, max(16, wide))) if tokens >= WIDE else (16, min(32, max(16, wide)))
     if tokens >= WIDE:
         depth = min(64, depth)
+    elif experts <= AT_ONCE:
+        depth = min(256, max(16, deep))
     programs = triton.cdiv(tokens, rows) * triton.cdiv(experts, columns)
     return rows, columns, depth, max(1, min(8, PROGRAMS // programs, hidden // (2 * depth)))
 
 
 def route(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, groups: int, topk_groups: int, renormalize: bool,
-          scale: float, appended: int) -> tuple[Tensor, Tensor]:
+          scale: float, appended: int, begun: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """x [T, H] rows strided at will, weight [E, H] -> weights float32 [T, K + A], ids int32 [T, K + A].
 
     ``bias`` float32 [E]: a sigmoid gate that chooses by score + bias; None: softmax. Of ``groups`` equal groups only
     the best ``topk_groups`` count. The A = ``appended`` last columns are experts E to E + A - 1 with weight 1. Equal
-    scores: the lower number first. A score that is no number gives valid ids with weights that are none either.
+    scores: the lower number first. A score that is no number gives valid ids with weights that are none either. With
+    more than ``VECTOR`` tokens ``begun[0]`` (int32) becomes 1 as soon as x is there.
     """
     tokens, (experts, hidden) = x.shape[0], weight.shape
     ids = torch.empty(tokens, k + appended, dtype=torch.int32, device=x.device)
@@ -213,9 +220,10 @@ def route(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, groups: int, t
                   APPENDED=appended, OUT2=triton.next_power_of_2(k + appended), SIGMOID=bias is not None,
                   RENORMALIZE=renormalize, SPLITS=splits, **dependent.options())
     _route[(e_blocks * splits, blocks)](
-        x, weight, bias, logits, _tickets(x.device), weights, ids, tokens, experts, hidden, x.stride(0), scale,
-        split_depth, E_BLOCKS=e_blocks, BT=bt, BE=be, BK=bk, LINES=triton.next_power_of_2(triton.cdiv(split_depth, 64)),
-        CAST=x.dtype != weight.dtype, CHOOSE=at_once, ROWS=min(bt, 16), **choice)
+        x, weight, bias, logits, (tickets := _tickets(x.device)), tickets if begun is None else begun, weights, ids,
+        tokens, experts, hidden, x.stride(0), scale, split_depth, E_BLOCKS=e_blocks, BT=bt, BE=be, BK=bk,
+        LINES=triton.next_power_of_2(triton.cdiv(split_depth, 64)), CAST=x.dtype != weight.dtype, CHOOSE=at_once,
+        ROWS=min(bt, 16), TELLS=begun is not None, **choice)
     if not at_once:
         _choose_each[(tokens,)](logits, bias, weights, ids, tokens, experts, scale, num_warps=1, **choice)
     return weights, ids

@@ -6,10 +6,11 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from glowplug.core.protocols import LinearShape, Quantized
+from glowplug.core.protocols import LinearShape, Parts, Quantized
 from glowplug.plugins.quantization.dense import DenseLinear
 
 HALF = (torch.bfloat16, torch.float16)
+PARTS_AT_MOST = 64  #: rows of x
 
 
 class CudaLinear(DenseLinear):
@@ -32,6 +33,11 @@ class CudaLinear(DenseLinear):
         product = None if self._few is None else self._few(values, self.rows, self.bias)
         return super().apply(values) if product is None else product
 
+    def apply_parts(self, x: Tensor | Quantized) -> Tensor | Parts:
+        """As ``apply``, or parts of it, for who adds them up anyway."""
+        parts = _parts(x, self.rows) if isinstance(x, Tensor) and self._few is not None and self.bias is None else None
+        return self.apply(x) if parts is None else parts
+
 
 def _few(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """The product where a kernel of our own is faster than cuBLAS."""
@@ -39,3 +45,14 @@ def _few(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
 
     tile = skinny_gemm.rule(len(x), *weight.shape)
     return None if tile is None else skinny_gemm.multiply(x, weight, bias, tile)
+
+
+def _parts(x: Tensor, weight: Tensor) -> Parts | None:
+    """The product in parts where they and their sum are sooner there than the product."""
+    if not 0 < len(x) <= PARTS_AT_MOST or not x.is_contiguous() or x.dtype != weight.dtype:
+        return None
+    from glowplug.kernels.triton import slice_gemm  # behind a check that Triton is there
+
+    if not slice_gemm.fits(len(x), weight.shape[0], weight.shape[1], x.dtype, x.device):
+        return None
+    return Parts(slice_gemm.multiply(x, weight), slice_gemm.counted(len(x), x.device))

@@ -1,0 +1,88 @@
+"""Products cut along their depth, on Hopper; elsewhere they are at least compiled for it."""
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+SCRIPT = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import compile
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from glowplug.kernels.triton import slice_gemm
+
+kernel, names = slice_gemm.slice_kernel, slice_gemm.slice_kernel.arg_names
+for tokens in (32, 64):
+    constants = dict(SPLITS=4, STEPS=8, ROWS=slice_gemm.ROWS, TOKENS=tokens, DEPENDENT=True)
+    kinds = dict(out="*fp32", tokens="i32", size="i32", **dict.fromkeys(constants, "constexpr"))
+    for name, rows in (("x_at", tokens), ("w_at", slice_gemm.ROWS)):
+        layout = gl.NVMMASharedLayout.get_default_for([rows, 64], gl.bfloat16)
+        kinds[name] = f"tensordesc<bf16[{rows}, 64], {layout!r}>"
+    source = GluonASTSource(kernel, {name: kinds[name] for name in names},
+                            constexprs={(names.index(name),): value for name, value in constants.items()})
+    made = compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4, launch_pdl=True))
+    assert made.asm["cubin"] and made.metadata.shared <= 227 * 1024
+    print(kernel.__name__)
+"""
+
+
+@pytest.mark.slow
+def test_they_compile_for_hopper() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["slice_kernel"] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [17, 24, 32, 33, 64])
+@pytest.mark.parametrize(("size", "depth"), [(2048, 2048), (1000, 1024)])
+def test_parts_add_up(tokens: int, size: int, depth: int) -> None:
+    """The norm behind it gives what it gives of the whole product; other inputs in the same graph."""
+    from glowplug.core.protocols import Parts
+    from glowplug.kernels.triton import norm, slice_gemm
+    from glowplug.plugins.quantization.dense_linear_cuda import _parts
+
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    x, weight, residual = (torch.randn(shape, generator=generator, device="cuda").mul_(scale).bfloat16()
+                           for shape, scale in (((tokens, depth), 1.0), ((size, depth), depth**-0.5),
+                                                ((tokens, size), 1.0)))
+    gain = torch.ones(size, device="cuda", dtype=torch.bfloat16)
+
+    def made() -> tuple[torch.Tensor, torch.Tensor]:
+        parts = _parts(x, weight)
+        assert isinstance(parts, Parts) and parts.ids.shape == (tokens, slice_gemm.SPLITS)
+        return norm.add_rms_norm(parts.rows, residual, gain, 1e-6, parts.ids)
+
+    made()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = made()
+    for seed in range(3):
+        x.copy_(torch.randn(tokens, depth, device="cuda", generator=generator.manual_seed(seed)))
+        for part in found:
+            part.fill_(float("nan"))
+        graph.replay()
+        total = residual.double() + x.double() @ weight.double().t()
+        wanted = total * torch.rsqrt(total.square().mean(1, keepdim=True) + 1e-6)
+        for part, want in zip(found, (wanted, total), strict=True):
+            assert ((part.double() - want).norm() / want.norm()).item() < 5e-3
+        assert all(torch.equal(a, b) for a, b in zip(found, made(), strict=True))
+
+
+@pytest.mark.gpu
+def test_what_it_is_for() -> None:
+    from glowplug.kernels.triton import slice_gemm
+
+    device = torch.device("cuda", 0)
+    for tokens, size, depth, fits in ((32, 2048, 2048, True), (64, 2048, 2048, True), (16, 2048, 2048, False),
+                                      (65, 2048, 2048, False), (32, 3648, 2048, False), (32, 2048, 1408, False),
+                                      (32, 1024, 4096, False)):
+        assert slice_gemm.fits(tokens, size, depth, torch.bfloat16, device) is fits
+    assert not slice_gemm.fits(32, 2048, 2048, torch.float32, device)
