@@ -199,7 +199,7 @@ def fake_card() -> Iterator[Tally]:
     """Within it tensors of device "cuda" are fake, and Triton's launches do nothing."""
     from triton.runtime.jit import JITFunction
 
-    from glowplug.kernels.triton import dependent, tuned
+    from glowplug.kernels.triton import dependent, moe_gemm_hopper, tuned
 
     fake, tally = FakeTensorMode(allow_non_fake_inputs=True), Tally()
     from_numpy, original = torch.from_numpy, placement.send
@@ -215,6 +215,7 @@ def fake_card() -> Iterator[Tally]:
             sys.modules[name] = module
         patch(JITFunction, "run", lambda *args, **given: None)
         patch(dependent, "options", lambda: {"DEPENDENT": True, "launch_pdl": True})
+        patch(moe_gemm_hopper, "processors", lambda device: 132)
         patch(tuned, "device_name", lambda: "NVIDIA_H200")
         patch(tuned, "triton_version", lambda: "3.6")
         patch(torch.cuda, "is_available", lambda: True)

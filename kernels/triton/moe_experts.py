@@ -1,7 +1,8 @@
 """Routed experts in Triton, in the way and with the tiles that a table or a rule gives for the number of tokens.
 
-A configuration of one product: ``way`` "gemv", "dense" or "sorted" (see ``moe_gemv`` and ``moe_gemm``) and its tiles.
-Both products are sorted, with the same block_m, or neither is.
+A configuration of one product: ``way`` "gemv", "dense" or "sorted" (see ``moe_gemv`` and ``moe_gemm``) and its tiles,
+or "hopper" (``moe_gemm_hopper``). Both products are sorted, with the same block_m, or neither is, and both are by
+"hopper" or neither is; with ``apart`` everybody's experts are then dense products (``moe_shared``).
 """
 from __future__ import annotations
 
@@ -12,13 +13,15 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from glowplug.kernels.triton import moe_gemm, moe_gemv, tuned
-from glowplug.kernels.triton.moe_align import align
+from glowplug.kernels.triton import moe_gemm, moe_gemm_hopper, moe_gemv, moe_shared, tuned
+from glowplug.kernels.triton.moe_align import align, max_blocks
+from glowplug.kernels.triton.moe_gemm import Early
 from glowplug.kernels.triton.moe_sum import moe_sum
 from glowplug.kernels.triton.tuned import Config
 
 FEW = 1  #: tokens whose experts do not overlap, so that nothing is read twice
 DENSE = 16  #: tokens that fit into one tile
+FEWEST_EARLY, MOST_EARLY = 5, 128  #: tokens for which everybody's experts begin before the gate has chosen
 
 
 @dataclass(frozen=True)
@@ -76,31 +79,68 @@ def has_wide_tiles(config: Config, tokens: int) -> bool:
     return config["way"] == "sorted" and config["block_m"] < min(tokens, moe_gemm.WIDE)
 
 
+def begin(x: Tensor, w13: Tensor, width: int, shared: int, begun: Tensor,
+          config: Mapping[str, Config] | None = None) -> Early | None:
+    """What :func:`products` of x with ids [T, width] needs to begin with the ``shared`` last experts early; its gate is
+    to be called next, with ``begun`` int32 [2], zeros. None: there is nothing to begin with.
+    """
+    tokens, (experts, double, hidden) = len(x), w13.shape
+    if not shared or not FEWEST_EARLY <= tokens <= MOST_EARLY or not x.is_contiguous():
+        return None
+    config = config or chosen(Problem(experts, width, hidden, double // 2, str(x.dtype).split(".")[1]), tokens)
+    up = config["up"]
+    if has_wide_tiles(up, tokens):
+        places = max_blocks(tokens * (width - shared), experts - shared, up["block_m"]) * up["block_m"]
+    elif up["way"] == config["down"]["way"] == "dense":
+        places = tokens * width
+    else:
+        return None
+    return Early(begun, torch.empty(places + shared * tokens, double // 2, dtype=x.dtype, device=x.device))
+
+
 def products(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor,
-             config: Mapping[str, Config] | None = None, shared: int = 0) -> tuple[Tensor, bool]:
+             config: Mapping[str, Config] | None = None, shared: int = 0,
+             early: Early | None = None) -> tuple[Tensor, Tensor | None]:
     """x [T, H], w13 [E, 2I, H] gates before ups, w2 [E, H, I], ids [T, K] (-1: elsewhere), weights float32 [T, K] ->
-    weighted rows [T * K, H] for ``moe_sum`` and False, or their sums [T, H] and True.
+    weighted rows [T * K', H] and ids [T, K'] for ``moe_sum``, or their sums [T, H] and None.
 
     A token names an expert at most once. No step depends on a value on the host. ``shared``: the last so many experts
-    are the last ones of every token's, in order.
+    are the last ones of every token's, in order, with weight 1; they may become one row, whose id is the first's.
+    ``early``: of :func:`begin`, for the same x and the ids that its gate chose.
     """
     if not len(x):
-        return torch.empty_like(x), True
+        return torch.empty_like(x), None
     if config is None:
         config = chosen(Problem(w13.shape[0], ids.shape[1], w13.shape[2], w2.shape[2], str(x.dtype).split(".")[1]),
                         len(x))
     up, down = config["up"], config["down"]
-    wide = shared if has_wide_tiles(up, len(x)) else 0
+    if up["way"] == "hopper":
+        return _large(x, w13, w2, ids, weights, config, shared if up["apart"] else 0)
+    wide = shared if early is not None or has_wide_tiles(up, len(x)) else 0
     aligned = align(ids, len(w13) - wide, up["block_m"], wide) if up["way"] == "sorted" else None
     hidden = (moe_gemv.up(x, w13, ids, up) if up["way"] == "gemv" else
-              moe_gemm.up(x, w13, ids, aligned, up, wide))
+              moe_gemm.up(x, w13, ids, aligned, up, wide, early))
     if down["way"] == "gemv":
-        return moe_gemv.down(hidden, w2, ids, weights, down), True
-    return moe_gemm.down(hidden, w2, ids, weights, aligned, down, wide), False
+        return moe_gemv.down(hidden, w2, ids, weights, down), None
+    return moe_gemm.down(hidden, w2, ids, weights, aligned, down, wide), ids
+
+
+def _large(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, config: Mapping[str, Config],
+           apart: int) -> tuple[Tensor, Tensor]:
+    """:func:`products` by the kernel for Hopper, and of the ``apart`` last experts by dense ones."""
+    routed, kept = len(w13) - apart, ids.shape[1] - max(apart - 1, 0)
+    rows = torch.empty(len(x), kept, w2.shape[1], dtype=x.dtype, device=x.device)
+    if apart:
+        moe_shared.mlp(x, w13[routed:], w2[routed:], rows[:, -1])
+    if routed:
+        aligned = align(ids, routed, config["up"]["block_m"], apart)
+        hidden = moe_gemm_hopper.up(x, w13, ids, aligned, config["up"])
+        moe_gemm_hopper.down(hidden, w2, weights, aligned, config["down"], rows)
+    return rows.view(-1, w2.shape[1]), ids[:, :kept]
 
 
 def experts(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor,
-            config: Mapping[str, Config] | None = None, shared: int = 0) -> Tensor:
+            config: Mapping[str, Config] | None = None, shared: int = 0, early: Early | None = None) -> Tensor:
     """:func:`products` added up: [T, H]."""
-    rows, summed = products(x, w13, w2, ids, weights, config, shared)
-    return rows if summed else moe_sum(rows, ids)
+    rows, named = products(x, w13, w2, ids, weights, config, shared, early)
+    return rows if named is None else moe_sum(rows, named)

@@ -17,7 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
-from glowplug.kernels.triton import moe_gemm, moe_gemv, tuned
+from glowplug.kernels.triton import dependent, moe_gemm, moe_gemm_hopper, moe_gemv, moe_shared, tuned
 from glowplug.kernels.triton.moe_align import Alignment, align
 from glowplug.kernels.triton.moe_experts import Problem, has_wide_tiles, tile
 from glowplug.kernels.triton.moe_sum import moe_sum
@@ -58,6 +58,15 @@ def _computing() -> Iterator[Config]:
                 yield tile("sorted", block_m, block_n, block_k, warps, stages, group=group, tma=tma)
 
 
+def _hopper(problem: Problem) -> Iterator[Config]:
+    """For such loads on Hopper, where sizes fit."""
+    if problem.dtype == "float32" or problem.hidden % moe_gemm_hopper.DEPTH or problem.inter % moe_gemm_hopper.DEPTH:
+        return
+    for block_m, lead in ((128, 2), (192, 1)):
+        for group in (4, 8):
+            yield {"way": "hopper", "block_m": block_m, "group": group, "lead": lead, "apart": 1}
+
+
 def _vectors() -> Iterator[Config]:
     for block_n, block_k, warps in ((2, 512, 2), (2, 512, 4), (4, 256, 2), (4, 512, 2), (4, 512, 4), (8, 256, 4),
                                     (8, 512, 4), (1, 1024, 2), (2, 1024, 2), (2, 1024, 4), (4, 1024, 4), (1, 2048, 4),
@@ -65,8 +74,8 @@ def _vectors() -> Iterator[Config]:
         yield {"way": "gemv", "block_n": block_n, "block_k": block_k, "warps": warps}
 
 
-def candidates(product: str, problem: Problem, tokens: int) -> list[Config]:
-    """``product``: "up" or "down"."""
+def candidates(product: str, problem: Problem, tokens: int, hopper: bool = False) -> list[Config]:
+    """``product``: "up" or "down". ``hopper``: for such a card even where none is."""
     load = tokens * problem.topk / problem.experts
     found: list[Config] = [*_vectors()] if tokens <= 4 else []
     if load <= 64:
@@ -74,7 +83,8 @@ def candidates(product: str, problem: Problem, tokens: int) -> list[Config]:
                                               if c["way"] == "dense" else 8 < tokens and c["block_m"] <= 4 * load + 16)]
     if load >= 6:
         found += [c for c in _computing() if c["block_m"] <= max(64, 4 * load)]
-    return [c for c in found if c["way"] == "gemv" or _fits(product, c)]
+    found = [c for c in found if c["way"] == "gemv" or _fits(product, c)]
+    return [*found, *_hopper(problem)] if load >= 48 and (hopper or dependent.supported()) else found
 
 
 @dataclass
@@ -105,29 +115,49 @@ class Bench:
         return ids, torch.rand(ids.shape, generator=generator, device=device)
 
     def wide(self, config: Config, tokens: int) -> int:
-        """Experts with tiles of their own, as ``moe_experts`` has it."""
-        return self.shared if has_wide_tiles(config, tokens) else 0
+        """Experts with tiles or products of their own, as ``moe_experts`` has it."""
+        return self.shared if has_wide_tiles(config, tokens) or config["way"] == "hopper" else 0
 
     def align(self, config: Config, ids: Tensor) -> Alignment | None:
         wide = self.wide(config, len(ids))
-        return align(ids, len(self.w13) - wide, config["block_m"], wide) if config["way"] == "sorted" else None
+        return align(ids, len(self.w13) - wide, config["block_m"], wide) if aligns(config) else None
 
     def rows(self, product: str, config: Config, tokens: int, aligned: Alignment | None) -> Tensor:
         """What ``product`` reads of ``tokens`` tokens."""
         pairs = tokens * self.problem.topk
         if aligned is not None:
-            pairs = len(aligned.sorted_pairs) + self.wide(config, tokens) * tokens
+            wide = 0 if config["way"] == "hopper" else self.wide(config, tokens)
+            pairs = len(aligned.sorted_pairs) + wide * tokens
         rows, depth = (tokens, self.problem.hidden) if product == "up" else (pairs, self.problem.inter)
         return torch.empty(rows, depth, dtype=self.w13.dtype, device=self.w13.device).normal_()
 
     def run(self, product: str, config: Config, x: Tensor, ids: Tensor, weights: Tensor,
             aligned: Alignment | None) -> Tensor:
         wide = self.wide(config, len(ids))
+        if config["way"] == "hopper":
+            return self._run_hopper(product, config, x, ids, weights, aligned)
         if product == "up":
             return (moe_gemv.up(x, self.w13, ids, config) if config["way"] == "gemv" else
                     moe_gemm.up(x, self.w13, ids, aligned, config, wide))
         return (moe_gemv.down(x, self.w2, ids, weights, config) if config["way"] == "gemv" else
                 moe_gemm.down(x, self.w2, ids, weights, aligned, config, wide))
+
+
+    def _run_hopper(self, product: str, config: Config, x: Tensor, ids: Tensor, weights: Tensor,
+                    aligned: Alignment | None) -> Tensor:
+        """Dense products of everybody's experts, both of them, count with the first."""
+        assert aligned is not None
+        kept = ids.shape[1] - max(self.shared - 1, 0)
+        rows = torch.empty(len(ids), kept, self.problem.hidden, dtype=x.dtype, device=x.device)
+        if product == "down":
+            return moe_gemm_hopper.down(x, self.w2, weights, aligned, config, rows)
+        if self.shared:
+            moe_shared.mlp(x, self.w13[-self.shared :], self.w2[-self.shared :], rows[:, -1])
+        return moe_gemm_hopper.up(x, self.w13, ids, aligned, config)
+
+
+def aligns(config: Config) -> bool:
+    return config["way"] in ("sorted", "hopper")
 
 
 def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 3) -> float:
@@ -212,11 +242,11 @@ def overheads(bench: Bench, tokens: int) -> tuple[float, float]:
 
 def best_pair(found: dict[str, list[Measured]], aligning: float, summing: float) -> tuple[float, dict[str, Config]]:
     """(microseconds, {"up", "down"}) of the best two products that go together, with the alignment and the sum."""
-    def order(config: Config) -> int:
-        return config["block_m"] if config["way"] == "sorted" else 0
+    def order(config: Config) -> tuple[bool, int]:
+        return config["way"] == "hopper", config["block_m"] if aligns(config) else 0
 
     def total(up: Measured, down: Measured) -> float:
-        aligned = aligning if order(up[1]) else 0.0
+        aligned = aligning if aligns(up[1]) else 0.0
         return up[0] + down[0] + aligned + (0.0 if down[1]["way"] == "gemv" else summing)
 
     time_, up, down = min(((total(up, down), up, down) for up in found["up"] for down in found["down"]

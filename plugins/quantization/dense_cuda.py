@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor
 
 from glowplug.core.layers.module import Target
 from glowplug.core.protocols import ExpertsShape, Parts, Quantized, WeightTarget
-from glowplug.kernels.triton import moe_experts
+from glowplug.kernels.triton import dependent, moe_experts
+from glowplug.kernels.triton.moe_gemm import Early
 from glowplug.kernels.triton.moe_sum import moe_sum
 from glowplug.plugins.quantization.dense import PARTS13, expert_slices
 
@@ -35,6 +37,7 @@ class CudaExperts:
         count = shape.count + shape.shared
         self.w13 = torch.empty(count, 2 * shape.inter, shape.hidden, dtype=dtype, device=device)
         self.w2 = torch.empty(count, shape.hidden, shape.inter, dtype=dtype, device=device)
+        self._begun = torch.zeros(2, dtype=torch.int32, device=device)
 
     def targets(self) -> Iterator[WeightTarget]:
         for name, full, index, expert, rows in expert_slices(self.shape):
@@ -54,9 +57,33 @@ class CudaExperts:
         return
 
     def apply(self, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor | Parts:
-        values = x.values if isinstance(x, Quantized) else x
-        rows, summed = moe_experts.products(values.contiguous(), self.w13, self.w2, ids, weights,
-                                            shared=self.shape.shared)
-        if summed:
+        return self.finish((x.values if isinstance(x, Quantized) else x).contiguous(), ids, weights, None)
+
+    def start(self, x: Tensor, width: int) -> Started | None:
+        """As of ``ExpertsMethod``."""
+        if not dependent.supported():
+            return None
+        early = moe_experts.begin(x, self.w13, width, self.shape.shared, self._begun)
+        return None if early is None else Started(self, x, early)
+
+    def finish(self, x: Tensor, ids: Tensor, weights: Tensor, early: Early | None) -> Tensor | Parts:
+        rows, named = moe_experts.products(x, self.w13, self.w2, ids, weights, shared=self.shape.shared, early=early)
+        if named is None:
             return rows
-        return Parts(rows, ids) if self.shape.parts else moe_sum(rows, ids)
+        return Parts(rows, named) if self.shape.parts else moe_sum(rows, named)
+
+
+@dataclass(frozen=True)
+class Started:
+    """``StartedExperts`` of x [T, hidden]."""
+
+    method: CudaExperts
+    x: Tensor
+    early: Early
+
+    @property
+    def begun(self) -> Tensor:
+        return self.early.begun
+
+    def finish(self, ids: Tensor, weights: Tensor) -> Tensor | Parts:
+        return self.method.finish(self.x, ids, weights, self.early)

@@ -10,12 +10,20 @@ GROUP = 128  #: numbers with one scale
 CAST = 1 + SHOWN / GROUP  #: bytes of a number as FP8 products read it, its scale's share among them
 TILE = 128  #: rows that one expert's are filled up to where tensor cores are what takes time
 LEAST_LOAD = 35  #: ``fp8_grouped``'s
+LARGE_LOAD = 128  #: from which the shared expert is computed apart, as the tables of ``moe_experts`` have it
 DEEP_GEMM = frozenset({"sgl-deep-gemm", "deep-gemm"})
 
 
 def dense_experts(step: ExpertsStep) -> Work:
-    """Gated rows in order of experts, with the places that tiles leave empty; the shared expert's behind them."""
+    """Gated rows in order of experts, with the places that tiles leave empty; the shared expert's behind them, or
+    before all of that its gates, ups and their product, for which one row of results is left."""
     routed, experts = step.tokens * (step.chosen - step.shared), step.count - step.shared
+    if step.shared and routed >= LARGE_LOAD * experts:
+        outer, out = (step.tokens * rows * step.hidden * step.element for rows in (step.chosen - step.shared + 1, 1))
+        apart = 3 * step.tokens * step.shared * step.inter * step.element
+        rows = tiled_rows(routed, experts, TILE)
+        most = outer + max(apart, rows * (step.inter * step.element + SHOWN))
+        return Work(most, outer) if step.parts else Work(max(most, outer + out), out)
     tile = TILE if routed > TILE // 2 * experts else TILE // 4
     rows = tiled_rows(routed, experts, tile)
     return step.summed(0, (rows + step.tokens * step.shared) * step.inter * step.element + rows * SHOWN)
@@ -46,5 +54,5 @@ def _grouped(step: ExpertsStep) -> Work:
         step.hidden * CAST, 2 * step.inter * step.element, step.inter * CAST, step.hidden * step.element))
     out = step.tokens * step.hidden * step.element
     kept = (step.pairs + 3 * rows) * SHOWN  # places, and who is whose
-    most = max(given + both, both + inner, inner + outer + out)
+    most = max(given + both, both + inner, inner + outer, outer + out)
     return Work(kept + most, out, given + both + inner + outer + out - most)

@@ -1,0 +1,108 @@
+"""Routed experts of large steps on Hopper against float32, and that their kernel compiles where no such card is."""
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from glowplug.kernels import moe
+from glowplug.kernels.activation import silu_and_mul
+from glowplug.kernels.triton import moe_experts, moe_shared
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SCRIPT = """
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from glowplug.kernels.triton import moe_gemm_hopper as hopper
+
+kernel, layout = hopper._grouped_hopper, gl.NVMMASharedLayout(128, 16, 2)
+names = kernel.arg_names
+lists = dict.fromkeys(("sorted_pairs", "expert_of_block", "num_padded"), "*i32")
+tile = lambda rows: f"tensordesc<bf16[{rows}, {hopper.DEPTH}],{layout!r}>"
+kinds = dict(x="*bf16", out="*bf16", x_at=tile(64), w_at=tile(hopper.COLUMNS // 2), **lists)
+for parts, (ring, multiplying, fetching) in hopper.RINGS.items():
+    for up, kept in ((True, 8), (False, 8), (False, 7)):
+        constants = dict(UP=up, GATHER=up, TOPK=8, KEPT=kept, PARTS=parts, COLUMNS=hopper.COLUMNS, DEPTH=hopper.DEPTH,
+                         RING=ring, LEAD=1, MULTIPLYING=multiplying, FETCHING=fetching, DEPENDENT=True)
+        kinds["weights"] = "*bf16" if up else "*fp32"
+        now = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
+        whole = {(names.index(name),): [["tt.divisibility", 16]] for name in (*kinds, "columns", "depth")
+                 if not name.endswith("_at")}
+        made = compile(GluonASTSource(kernel, now, {(names.index(name),): at for name, at in constants.items()}, whole),
+                       target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+        assert made.metadata.shared <= 227 * 1024
+        print("made")
+"""
+
+
+@pytest.mark.slow
+def test_it_compiles_for_hopper() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["made"] * 6
+
+
+@pytest.mark.parametrize("shared", [1, 2, 3])
+def test_everybodys_experts_as_one(shared: int) -> None:
+    generator = torch.Generator().manual_seed(shared)
+    x, w13, w2 = (torch.randn(shape, generator=generator).to(DEVICE) for shape in (
+        (5, 48), (shared, 2 * 24, 48), (shared, 48, 24)))
+    rows = torch.full((5, 3, 48), float("nan"), device=DEVICE)
+    moe_shared.mlp(x, w13, w2, rows[:, 1])
+    wanted = sum(silu_and_mul(x @ first.t()) @ second.t() for first, second in zip(w13, w2, strict=True))
+    torch.testing.assert_close(rows[:, 1], wanted, atol=1e-4, rtol=1e-4)
+    assert rows[:, ::2].isnan().all()
+
+
+def draw(tokens: int, k: int, experts: int, hidden: int, inter: int, skew: float, absent: float, shared: int,
+         ) -> list[Tensor]:
+    """The ``shared`` last experts are every token's last, with weight 1; the others as ``skew`` has it."""
+    generator = torch.Generator(DEVICE).manual_seed(tokens)
+    routed = experts - shared
+
+    def random(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, device=DEVICE)
+
+    ids = (random(tokens, routed) + skew * random(routed)).topk(k - shared, 1).indices.int()
+    weights = random(tokens, k)
+    ids[random(*ids.shape) < absent] = -1
+    last = torch.arange(routed, experts, dtype=torch.int32, device=DEVICE).expand(tokens, -1)
+    weights[:, k - shared :] = 1.0
+    weights[:, : k - shared][ids < 0] = float("nan")
+    x, w13, w2 = (torch.randn(shape, generator=generator, device=DEVICE).mul_(gain).to(torch.bfloat16)
+                  for shape, gain in (((tokens, hidden), 1.0), ((experts, 2 * inter, hidden), 2 * hidden**-0.5),
+                                      ((experts, hidden, inter), inter**-0.5)))
+    return [x, w13, w2, torch.cat([ids, last], 1), weights]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_m, lead", [(128, 2), (192, 1)])
+@pytest.mark.parametrize("tokens, k, experts, hidden, inter, shared", [
+    (1, 8, 66, 2048, 1408, 2), (70, 6, 64, 2048, 1408, 0), (1030, 8, 66, 2048, 1408, 2), (4099, 8, 66, 2048, 1408, 2),
+    (700, 5, 9, 320, 192, 1), (3000, 3, 5, 64, 64, 0), (257, 2, 2, 128, 448, 2),
+])
+def test_against_float32(tokens: int, k: int, experts: int, hidden: int, inter: int, shared: int, block_m: int,
+                         lead: int) -> None:
+    for apart in (0, 1):
+        for skew, absent in ((0.0, 0.0), (0.8, 0.3)):
+            given = draw(tokens, k, experts, hidden, inter, skew, absent, shared)
+            product = {"way": "hopper", "block_m": block_m, "group": 8, "lead": lead, "apart": apart}
+            config = {"up": product, "down": product}
+            poison = torch.full((tokens * k * max(hidden, inter) * 4,), float("nan"), dtype=torch.bfloat16,
+                                device=DEVICE)
+            del poison
+            found = moe_experts.experts(*given, config, shared)
+            x, w13, w2, ids, weights = given
+            wanted = moe.experts_reference(x.float(), w13.float().mT, w2.float().mT, ids, weights, silu_and_mul)
+            error = (found.float() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt().clamp(min=1e-9)
+            assert error < 1e-2
+            assert torch.equal(found, moe_experts.experts(*given, config, shared)), "repeats bit by bit"
