@@ -50,7 +50,9 @@ class Grouped:
         del values, scales
         inner = fp8_quant.silu_and_mul(hidden, order.num_padded)
         del hidden
-        return sum_placed(self._product(inner, w2, scales2, order), place, ids, weights).to(dtype)
+        outer = self._product(inner, w2, scales2, order)
+        del inner
+        return sum_placed(outer, place, ids, weights).to(dtype)
 
     def _product(self, x: tuple[Tensor, Tensor], weight: Tensor, scales: Tensor, order: Alignment) -> Tensor:
         """x [R, K] in order of experts and weight [E, N, K] -> bfloat16 [R, N].
