@@ -106,3 +106,21 @@ def test_against_float32(tokens: int, k: int, experts: int, hidden: int, inter: 
             error = (found.float() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt().clamp(min=1e-9)
             assert error < 1e-2
             assert torch.equal(found, moe_experts.experts(*given, config, shared)), "repeats bit by bit"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_m, lead", [(128, 2), (192, 1)])
+def test_replayed_with_other_inputs(block_m: int, lead: int) -> None:
+    product = {"way": "hopper", "block_m": block_m, "group": 8, "lead": lead, "apart": 1}
+    config = {"up": product, "down": product}
+    given, other = (draw(1030, 8, 66, 512, 384, skew, 0.1, 2) for skew in (0.0, 0.8))
+    moe_experts.experts(*given, config, 2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = moe_experts.experts(*given, config, 2)
+    for inputs in ([tensor.clone() for tensor in given], other):
+        for static, value in zip(given, inputs, strict=True):
+            static.copy_(value)
+        found.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(found, moe_experts.experts(*given, config, 2))
