@@ -296,6 +296,8 @@ def run(cell: Cell, reference: Reference, folder: Path, device: str) -> Outcome:
 
 # ---- the whole matrix -----------------------------------------------------------------------------------------------
 
+Done = tuple[Cell, Outcome | None, str]  #: a cell, what came of it, or why nothing did
+
 _state: dict[str, Any] = {}
 
 
@@ -304,14 +306,14 @@ def _prepare(device: str) -> None:
     _state.update(folder=folder, device=device, reference=Reference(folder, device))
 
 
-def attempt(cell: Cell) -> tuple[Cell, Outcome | None, str]:
+def attempt(cell: Cell) -> Done:
     try:
         return cell, run(cell, _state["reference"], _state["folder"], _state["device"]), ""
     except Exception as error:
         return cell, None, f"{type(error).__name__}: {error}"[:400]
 
 
-def whole(cells: Sequence[Cell], device: str, jobs: int, seconds: float) -> Iterator[tuple[Cell, Outcome | None, str]]:
+def whole(cells: Sequence[Cell], device: str, jobs: int, seconds: float) -> Iterator[Done]:
     """Outcomes as they come, until ``seconds`` are over."""
     deadline = time.monotonic() + seconds
     if jobs == 1:
@@ -331,7 +333,7 @@ def whole(cells: Sequence[Cell], device: str, jobs: int, seconds: float) -> Iter
                 return
 
 
-def summary(done: Sequence[tuple[Cell, Outcome | None, str]], by: str) -> dict[str, dict[str, float]]:
+def summary(done: Sequence[Done], by: str) -> dict[str, dict[str, float]]:
     """By one axis: runs, failures, and the worst of what is bounded."""
     found: dict[str, dict[str, float]] = {}
     for cell, outcome, _ in done:
@@ -361,23 +363,31 @@ def main() -> int:
         fitting, reasons = admitted(cells, plugins, write_models(Path(folder)), options.device)
     chosen = pairwise(fitting, 1) if options.pairs else random.Random(1).sample(fitting, len(fitting))
     print(f"{len(cells)} cells, {len(fitting)} admitted, {len(chosen)} to run", flush=True)
-    done = []
+    from glowplug.entrypoints.bench.conditions import conditions
+    from glowplug.entrypoints.bench.report import write_json
+
+    said = conditions(options.device) | {
+        "command": "python -m tests.gpu_combinations " + " ".join(sys.argv[1:]), "cells": len(cells),
+        "admitted": len(fitting), "refused": reasons}
+    done: list[Done] = []
+    found = said | record(done, len(chosen), started)
     for cell, outcome, why in whole(chosen, options.device, options.jobs, options.seconds):
         done.append((cell, outcome, why))
         if why:
             print("FAILED", cell.name, why, flush=True)
-    from glowplug.entrypoints.bench.conditions import conditions
-
-    failures = {cell.name: why for cell, _, why in done if why}
-    found = conditions(options.device) | {
-        "command": "python -m tests.gpu_combinations " + " ".join(sys.argv[1:]), "cells": len(cells),
-        "admitted": len(fitting), "refused": reasons, "run": len(done), "failed": len(failures), "failures": failures,
-        "seconds": round(time.time() - started),
-        "by": {axis: summary(done, axis) for axis in ("model", "attention", "graphs", "steps", "quantization")}}
-    if options.output:
-        options.output.write_text(json.dumps(found, indent=1) + "\n")
+        found = said | record(done, len(chosen), started)
+        if options.output:  # as it comes: who is stopped has what was run
+            write_json(options.output, found)
     print(json.dumps({key: found[key] for key in ("cells", "admitted", "run", "failed", "seconds", "by")}))
-    return 1 if failures else 0
+    return 1 if found["failed"] else 0
+
+
+def record(done: Sequence[Done], chosen: int, started: float) -> dict[str, Any]:
+    """Of the cells run by now; ``complete`` once all ``chosen`` ones were."""
+    failures = {cell.name: why for cell, _, why in done if why}
+    return {"complete": len(done) == chosen, "run": len(done), "failed": len(failures), "failures": failures,
+            "seconds": round(time.time() - started),
+            "by": {axis: summary(done, axis) for axis in ("model", "attention", "graphs", "steps", "quantization")}}
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
@@ -183,11 +183,15 @@ def complaints(log: str) -> list[str]:
     return [line for line in lines if re.match(r"Invalid|Uninitialized|Program hit|Barrier|(.* )?at .*\+0x", line)][:6]
 
 
-def report(outcomes: list[Outcome], seconds: float) -> dict[str, Any]:
+def report(outcomes: Sequence[Outcome], seconds: float, asked: int) -> dict[str, Any]:
+    """``clean``: all ``asked`` processes ended so."""
+    outcomes = sorted(outcomes, key=lambda outcome: (outcome.tool, outcome.file, outcome.captured))
+    complete = len(outcomes) == asked
     launched = {name for outcome in outcomes for name in outcome.kernels}
     wanted = set(launchable())
     return {
-        "clean": all(outcome.clean for outcome in outcomes), "seconds": round(seconds),
+        "clean": complete and all(outcome.clean for outcome in outcomes), "complete": complete,
+        "seconds": round(seconds),
         "tools": {tool: {"tests": sum(o.passed for o in outcomes if o.tool == tool),
                          "errors": sum(o.errors or 0 for o in outcomes if o.tool == tool),
                          "files_not_clean": [o.file for o in outcomes if o.tool == tool and not o.clean]}
@@ -211,23 +215,24 @@ def main() -> int:
     if options.inside:
         return run_tests(options.inside, options.tools[0], options.captured, options.seconds)
     from glowplug.entrypoints.bench.conditions import conditions
+    from glowplug.entrypoints.bench.report import write_json
 
-    started = time.monotonic()
-    outcomes = []
+    started, asked = time.monotonic(), jobs(options.tools, options.only)
+    said = conditions("cuda") | {"command": "python -m tests.gpu_sanitize " + " ".join(sys.argv[1:])}
+    outcomes: list[Outcome] = []
 
     def work(job: tuple[Path, str, bool]) -> Outcome:
         return sanitized(*job, options.seconds)
 
     with ThreadPoolExecutor(options.jobs) as pool:
-        for outcome in pool.map(work, jobs(options.tools, options.only)):
-            outcomes.append(outcome)
+        for done in as_completed([pool.submit(work, job) for job in asked]):
+            outcomes.append(outcome := done.result())
             counts = f"{outcome.passed} passed, {outcome.failed} failed, {outcome.errors} errors, {outcome.seconds} s"
             print(f"{outcome.tool:10} {outcome.file:36} {'captured, ' * outcome.captured}{counts}",
                   *complaints(outcome.log), sep="\n  ", flush=True)
-    found = report(outcomes, time.monotonic() - started)
-    said = conditions("cuda") | {"command": "python -m tests.gpu_sanitize " + " ".join(sys.argv[1:])}
-    if options.output:
-        options.output.write_text(json.dumps(said | found, indent=1) + "\n")
+            if options.output:  # as it comes: who is stopped has what was run
+                write_json(options.output, said | report(outcomes, time.monotonic() - started, len(asked)))
+    found = report(outcomes, time.monotonic() - started, len(asked))
     print(json.dumps({key: found[key] for key in ("clean", "seconds", "tools", "kernels_not_launched")}))
     return 0 if found["clean"] else 1
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,5 +80,8 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def write_json(path: Path, record: Any) -> None:
+    """The file is whole at every moment, also where one was before."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(plain(record), indent=1) + "\n", encoding="utf-8")
+    unfinished = path.with_name(path.name + ".tmp")
+    unfinished.write_text(json.dumps(plain(record), indent=1) + "\n", encoding="utf-8")
+    os.replace(unfinished, path)

@@ -8,7 +8,6 @@ Device memory is this process's own where the driver tells it, otherwise the who
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import sys
 import time
@@ -232,13 +231,10 @@ class Soak:
     # ---- the result -------------------------------------------------------------------------------------------------
 
     def write(self, finished: bool = False, holding: bool = False) -> dict[str, Any]:
-        """What is known by now, also into the file, whole at every moment."""
+        """What is known by now, also into the file."""
         found = {"conditions": self.conditions, "finished": finished, "holding": holding, **self.result(finished)}
         if self.args.result_filename:
-            path = Path(self.args.result_filename)
-            unfinished = path.with_name(path.name + ".tmp")
-            report.write_json(unfinished, found)
-            os.replace(unfinished, path)
+            report.write_json(Path(self.args.result_filename), found)
         return found
 
     def judged(self) -> tuple[str, ...]:

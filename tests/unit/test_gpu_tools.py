@@ -3,12 +3,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests import gates, gpu_logits, gpu_sanitize
+from tests import gates, gpu_combinations, gpu_logits, gpu_sanitize
 from tests.tiny import write_config
 
 LOG = """
@@ -34,8 +35,9 @@ def test_what_the_sanitizer_said_is_read() -> None:
     assert gpu_sanitize.complaints(LOG) == ["Invalid __global__ read of size 4 bytes", "at _norm+0x120"]
     clean = gpu_sanitize.read("test_y.py", "memcheck", LOG.replace("3 errors", "0 errors").replace("1 failed", ""), 1.0)
     assert clean.clean and not gpu_sanitize.read("test_z.py", "initcheck", "killed", 1.0).clean
-    report = gpu_sanitize.report([clean], 1.0)
-    assert report["clean"] and report["tools"]["memcheck"]["tests"] == 2
+    assert not gpu_sanitize.report([clean], 1.0, 2)["clean"]
+    report = gpu_sanitize.report([clean], 1.0, 1)
+    assert report["clean"] and report["complete"] and report["tools"]["memcheck"]["tests"] == 2
     assert "norm._norm" in report["kernels"] and "route._route" in report["kernels_not_launched"]
 
 
@@ -53,6 +55,25 @@ def test_tests_that_capture_are_told_apart() -> None:
     found = [(file.name, tool) for file, tool, captured in gpu_sanitize.jobs(["memcheck", "initcheck"], "") if captured]
     assert ("test_gpu_replays.py", "memcheck") in found and "initcheck" not in dict(found).values()
     assert not gpu_sanitize.jobs(["initcheck"], "gpu_replays")
+
+
+def test_what_a_stopped_run_had_done_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell that ran and one that failed, then the end of the program: the file has both, and says it is not all."""
+    right = gpu_combinations.Outcome(1.0, 0.0, 0.0, 1.0, 0.1)
+
+    def stopped(cells: Sequence[gpu_combinations.Cell], *_: object) -> Iterator[gpu_combinations.Done]:
+        yield cells[0], right, ""
+        yield cells[1], None, "AssertionError: other tokens"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu_combinations, "whole", stopped)
+    file = tmp_path / "cells.json"
+    monkeypatch.setattr("sys.argv", ["cells", "--device", "cpu", "--only", "^llama-torch_mha", "--output", str(file)])
+    with pytest.raises(KeyboardInterrupt):
+        gpu_combinations.main()
+    found = json.loads(file.read_text())
+    assert (found["run"], found["failed"], found["complete"]) == (2, 1, False) and found["admitted"] > 2
+    assert list(found["failures"].values()) == ["AssertionError: other tokens"] and not list(tmp_path.glob("*.tmp"))
 
 
 def test_distances() -> None:
