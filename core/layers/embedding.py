@@ -10,6 +10,7 @@ from torch import Tensor
 from glowplug.core.build import BuildContext
 from glowplug.core.layers.linear import Linear, Part
 from glowplug.core.layers.module import Module, Target, part_of
+from glowplug.core.placement import rows_at
 from glowplug.core.protocols import Collectives, WeightTarget
 
 
@@ -32,7 +33,7 @@ class Embedding(Module):
         """ids int64 [T] -> [T, hidden]."""
         shard = self._shard
         if shard.size == shard.full:
-            return self.weight.index_select(0, ids)
+            return rows_at(self.weight, ids)
         local = ids - shard.start
         absent = (local < 0) | (local >= shard.size)
         rows = F.embedding(local.masked_fill(absent, 0), self.weight).masked_fill(absent.unsqueeze(1), 0)

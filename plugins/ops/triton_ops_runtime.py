@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from glowplug.core.layers.linear import Both, both_formats
+from glowplug.core.placement import rows_at
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Parts, Quantized, RopeRows, Worker
 from glowplug.kernels.triton import activation, fp8_quant, norm, rope
@@ -42,7 +43,7 @@ class TritonOps(TorchOps):
         }
 
     def rope_at(self, table: Tensor, positions: Tensor, interleaved: bool) -> RopeRows:
-        return RopeRows(table.index_select(0, positions), interleaved)
+        return RopeRows(rows_at(table, positions), interleaved)
 
     def rope(self, q: Tensor, k: Tensor, at: object) -> tuple[Tensor, Tensor]:
         assert isinstance(at, RopeRows)

@@ -1,11 +1,11 @@
-"""Small host arrays on their way to a device."""
+"""Small host arrays on their way to a device, and rows looked up there."""
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
 
-from glowplug.core.placement import send, sent
+from glowplug.core.placement import FEW, rows_at, send, sent
 
 CPU = torch.device("cpu")
 
@@ -26,3 +26,24 @@ def test_parts_arrive_and_begin_at_whole_words(lengths: list[int]) -> None:
     assert [tensor.tolist() for tensor in send(parts, CPU)] == [part.tolist() for part in parts]
     assert all(tensor.dtype is torch.int32 and tensor.storage_offset() % 4 == 0 for tensor in found)
     assert len(made[0]) == sum(-(-length // 4) * 4 for length in lengths)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, FEW, FEW + 1])
+def test_rows_of_a_table(count: int) -> None:
+    table, at = torch.randn(50, 3, 4), torch.randint(0, 50, (count,))
+    assert torch.equal(rows_at(table, at), torch.stack([table[i] for i in at]) if count else table[:0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 2, 8, FEW, FEW + 1])
+def test_rows_replayed_from_a_graph(count: int) -> None:
+    table, at = torch.randn(4096, 2048, device="cuda").bfloat16(), torch.zeros(count, dtype=torch.int64, device="cuda")
+    rows_at(table, at)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = rows_at(table, at)
+    for _ in range(3):
+        at.random_(0, 4096)
+        found.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(found, table.index_select(0, at))
