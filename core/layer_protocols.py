@@ -243,9 +243,11 @@ class Quantized(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """[T, hidden] that is still to be added up: rows [T * K, hidden], weighted already, and their experts' ids [T, K].
+    """[T, hidden] that is still to be added up: rows [T * K, hidden], weighted already, and their experts' ids [T, K],
+    or rows of another sum, all with ids of 0.
 
-    The rows of negative ids do not count, and hold anything.
+    The rows of negative ids do not count, and hold anything. Rows are of the activation dtype or float32; ids may be
+    strided in the first dimension.
     """
 
     rows: Tensor
@@ -253,7 +255,10 @@ class Parts(NamedTuple):
 
 
 class LinearMethod(Protocol):
-    """How one linear layer keeps its weight and multiplies. Holds its own tensors."""
+    """How one linear layer keeps its weight and multiplies. Holds its own tensors.
+
+    A method may have ``apply_parts(x) -> Tensor | Parts`` too: as ``apply``, for a norm that adds parts up.
+    """
 
     #: what the producer may hand over as ``Quantized``: "plain" (nothing), "fp8_group128", "int8_token",
     #: "fp8_group128_values" (E4M3 values times their scale, in the activation dtype)

@@ -112,11 +112,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, plain: Tensor | None = None)
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plain: Tensor | None = None,
                  ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """x and residual [T, N] -> (:func:`rms_norm` of their sum as rounded to x's dtype, the sum). Neither is written."""
+    """x and residual [T, N] -> (:func:`rms_norm` of their sum as rounded to residual's dtype, the sum). Neither is
+    written; x may be float32."""
     x, residual = _rows(x), _rows(residual)
     rows, size = x.shape
     values, scales = empty_quantized(rows, size, x.device)
-    total = torch.empty(rows, size, dtype=x.dtype, device=x.device)
+    total = torch.empty(rows, size, dtype=residual.dtype, device=x.device)
     if rows:
         _rms_norm[(rows,)](x, residual, weight, total, total if plain is None else plain, values, scales, x.stride(0),
                            residual.stride(0), size, eps, ADD=True, BOTH=plain is not None, **_shape(size),

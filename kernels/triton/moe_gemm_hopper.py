@@ -224,6 +224,11 @@ def _grouped_hopper(x, x_at, w_at, out, weights, sorted_pairs, expert_of_block, 
             [4, 4, 4], [MULTIPLYING, MULTIPLYING, FETCHING])
 
 
+def supported() -> bool:
+    """On Hopper alone: later cards have no such products of groups of warps."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
 @cache
 def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -17,7 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
-from glowplug.kernels.triton import dependent, moe_gemm, moe_gemm_hopper, moe_gemv, moe_shared, tuned
+from glowplug.kernels.triton import moe_gemm, moe_gemm_hopper, moe_gemv, moe_shared, tuned
 from glowplug.kernels.triton.moe_align import Alignment, align
 from glowplug.kernels.triton.moe_experts import Problem, has_wide_tiles, tile
 from glowplug.kernels.triton.moe_sum import moe_sum
@@ -84,7 +84,7 @@ def candidates(product: str, problem: Problem, tokens: int, hopper: bool = False
     if load >= 6:
         found += [c for c in _computing() if c["block_m"] <= max(64, 4 * load)]
     found = [c for c in found if c["way"] == "gemv" or _fits(product, c)]
-    return [*found, *_hopper(problem)] if load >= 48 and (hopper or dependent.supported()) else found
+    return [*found, *_hopper(problem)] if load >= 48 and (hopper or moe_gemm_hopper.supported()) else found
 
 
 @dataclass
@@ -141,7 +141,6 @@ class Bench:
                     moe_gemm.up(x, self.w13, ids, aligned, config, wide))
         return (moe_gemv.down(x, self.w2, ids, weights, config) if config["way"] == "gemv" else
                 moe_gemm.down(x, self.w2, ids, weights, aligned, config, wide))
-
 
     def _run_hopper(self, product: str, config: Config, x: Tensor, ids: Tensor, weights: Tensor,
                     aligned: Alignment | None) -> Tensor:

@@ -49,11 +49,6 @@ class TritonMla(PagedMla):
         return mla_decode(query, kv, rows.page_table, rows.lens, scale, self._page_size, layer.lora_rank, cut,
                           rows.first_key, rows.tree)
 
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, k_starts: Tensor, max_q: int, max_k: int,
-                scale: float, causal: bool, out: Tensor) -> Tensor:
-        nope = k.shape[2] - self._rope
-        return mla_prefill(q, k[..., :nope], k[..., nope:], v, q_starts, k_starts, max_q, scale, causal, out)[1]
-
     def _call(self, call: RaggedCall, query: Tensor, own: Tensor, kv: Tensor, layer: MlaLayer, out: Tensor) -> Tensor:
         """As the base's, but the one rotary part of all heads is read as it lies."""
         keys = own if call.slots is None else self._kernels.gather(kv, call.slots, query.dtype)

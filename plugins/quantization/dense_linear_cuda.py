@@ -10,7 +10,6 @@ from glowplug.core.protocols import LinearShape, Parts, Quantized
 from glowplug.plugins.quantization.dense import DenseLinear
 
 HALF = (torch.bfloat16, torch.float16)
-PARTS_AT_MOST = 64  #: rows of x
 
 
 class CudaLinear(DenseLinear):
@@ -49,7 +48,7 @@ def _few(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
 
 def _parts(x: Tensor, weight: Tensor) -> Parts | None:
     """The product in parts where they and their sum are sooner there than the product."""
-    if not 0 < len(x) <= PARTS_AT_MOST or not x.is_contiguous() or x.dtype != weight.dtype:
+    if not x.is_contiguous() or x.dtype != weight.dtype:
         return None
     from glowplug.kernels.triton import slice_gemm  # behind a check that Triton is there
 

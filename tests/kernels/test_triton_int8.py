@@ -13,10 +13,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
+from glowplug.core.layers.linear import both_formats  # noqa: E402
+from glowplug.core.protocols import Parts  # noqa: E402
 from glowplug.kernels import int8  # noqa: E402
 from glowplug.kernels.activation import silu_and_mul  # noqa: E402
 from glowplug.kernels.norm import rms_norm_reference  # noqa: E402
 from glowplug.kernels.triton import int8_gemm, int8_quant, moe_gemm_int8  # noqa: E402
+from glowplug.plugins.ops.triton_int8 import INT8, PRODUCERS  # noqa: E402
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 EXACT = 4e-3 if DEVICE == "cuda" else 1e-6  #: what rounding the result to DTYPE costs
@@ -56,6 +59,20 @@ def test_activations_are_quantised(tokens: int, size: int) -> None:
     found, total = int8_quant.add_rms_norm(x, residual, gain, 1e-6, plain)
     assert torch.equal(total, x + residual)
     codes(found, rms_norm_reference(total.float(), gain.float(), 1e-6))
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_sum_of_float32_parts_leaves_the_residual_its_dtype(both: bool) -> None:
+    """Parts of a dense product, whose ids are one row, before layers in int8."""
+    rows, residual = randn(5 * 4, 72, seed=1), randn(5, 72, seed=2).half()
+    parts = Parts(rows, torch.zeros(1, 4, dtype=torch.int32, device=DEVICE).expand(5, 4))
+    producer = PRODUCERS["add_rms_norm", both_formats(INT8) if both else INT8]
+    found, total = producer(parts, residual, torch.ones(72, device=DEVICE).half(), 1e-6)
+    assert total.dtype is residual.dtype
+    near(total, rows.view(5, 4, 72).sum(1) + residual, 1e-3)
+    cast = found.cast if both else found
+    codes((cast.values, cast.scales), rms_norm_reference(total.float(), torch.ones(72, device=DEVICE), 1e-6))
+    assert not both or found.plain.dtype is residual.dtype
 
 
 def test_zeros_and_no_tokens() -> None:

@@ -3,6 +3,8 @@ end, or each row's expert. The kernels are interpreted without a card."""
 from __future__ import annotations
 
 import os
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,3 +103,12 @@ def test_a_build_without_ends_is_told_rows_from_then_on() -> None:
     library = Library(refuses=True)
     grouped(True, library).experts(x, scales, *w13, *w2, ids, torch.rand(4, WIDTH, device=DEVICE), torch.float32)
     assert library.told == ["ends", "rows", "rows"]
+
+
+@pytest.mark.parametrize(("multiply", "by_ends"), [(Library(refuses=False), True), (max, False)])
+def test_a_library_that_does_not_say_what_it_takes_is_told_rows(multiply: Any, by_ends: bool,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    """As compiled functions are: they have no signature."""
+    monkeypatch.setitem(sys.modules, "deep_gemm", SimpleNamespace(m_grouped_fp8_gemm_nt_contiguous=multiply))
+    made = Grouped("deep_gemm")
+    assert made.pays(1, 1, 256) and made._by_ends is by_ends

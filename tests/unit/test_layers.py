@@ -17,7 +17,7 @@ from glowplug.core.facts_read import model_facts, normalise
 from glowplug.core.layers.linear import Both, Linear, Part, agreed_format, both_formats, caster, producer
 from glowplug.core.layers.module import Module, Target, part_of
 from glowplug.core.layers.rope import RopeConfig
-from glowplug.core.protocols import ExpertExchange, Quantized, Shard
+from glowplug.core.protocols import ExpertExchange, LinearShape, Parts, Quantized, Shard
 from glowplug.core.testing.build import Stepper, build_context, build_model
 from tests.tiny import CONFIGS
 
@@ -151,6 +151,28 @@ def test_row_parallel_bias_is_added_once() -> None:
 
     for got in on_ranks(2, work):
         torch.testing.assert_close(got, x @ weight.t() + bias)
+
+
+@pytest.mark.parametrize(("adds", "ranks", "in_parts"), [(True, 1, True), (False, 1, False), (True, 2, False)])
+def test_a_product_in_parts_where_someone_adds_them_up(adds: bool, ranks: int, in_parts: bool) -> None:
+    context = build_context(facts_of("llama"))
+    method = context.scheme.linear
+
+    def linear(shape: LinearShape) -> Any:
+        made: Any = method(shape)
+        made.apply_parts = lambda x: Parts(made.apply(x).repeat_interleave(2, 0) / 2, torch.zeros(len(x), 2))
+        return made
+
+    context.scheme.linear = context.plain.linear = linear  # type: ignore[method-assign]
+    context.ops.adds_parts = adds
+    made = Linear(replace(context, worker=replace(context.worker, ranks=ranks)), "o", 8, [Part("o", 6, "replicated")])
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    for target in made.targets():
+        target.store(torch.ones(6, 8))
+    made.finalize()
+    found, whole = made.forward_parts(x), made.forward(x)
+    assert isinstance(found, Parts) is in_parts
+    torch.testing.assert_close(found.rows.view(3, 2, 6).sum(1) if isinstance(found, Parts) else found, whole)
 
 
 @dataclass

@@ -1,0 +1,70 @@
+"""A mixture whose shared expert may begin before its gate has chosen computes what it does without kernels of ours."""
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from glowplug.core.build import BuildContext
+from glowplug.core.facts_read import model_facts, normalise
+from glowplug.core.layers.moe import Moe, MoeSizes
+from glowplug.core.testing.build import build_context
+from glowplug.kernels.triton.route import route
+from glowplug.plugins.quantization import dense_cuda
+from tests.tiny import CONFIGS
+
+SIZES = MoeSizes(hidden=32, width=16, experts=5, topk=2, shared=32, sigmoid=False)
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted on CPU tensors")
+
+
+def context(riding: bool) -> BuildContext:
+    """Of one rank; ``riding``: with the gate in one call, and experts in Triton among which is the shared one."""
+    made: Any = build_context(model_facts(normalise(CONFIGS["v2"])))
+    if riding:
+        made.ops.route = route
+        made.scheme.fuses_shared = made.plain.fuses_shared = True
+    return made  # type: ignore[no-any-return]
+
+
+def filled(riding: bool) -> Moe:
+    mixture, generator = Moe(context(riding), "mlp", SIZES), torch.Generator().manual_seed(0)
+    for target in sorted(mixture.targets(), key=lambda target: target.name):
+        target.store((torch.randn(target.shape, generator=generator) * target.shape[-1] ** -0.5)[target.index])
+    mixture.finalize()
+    return mixture
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5, 32, 33, 40])
+def test_the_same_mixture(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Early where tokens share wide tiles; the sign is taken back each time."""
+    monkeypatch.setattr(dense_cuda, "dependent", SimpleNamespace(supported=lambda: True))
+    plain, riding = filled(False), filled(True)
+    assert (plain.gate.appended, riding.gate.appended, riding.shared) == (0, 2, None)
+    begun: list[Tensor] = []
+    finish = dense_cuda.Started.finish
+
+    def seen(started: dense_cuda.Started, ids: Tensor, weights: Tensor) -> Any:
+        begun.append(started.begun.clone())
+        return finish(started, ids, weights)
+
+    monkeypatch.setattr(dense_cuda.Started, "finish", seen)
+    for seed in range(2):
+        x = torch.randn(tokens, SIZES.hidden, generator=torch.Generator().manual_seed(seed))
+        torch.testing.assert_close(riding.forward(x), plain.forward(x), atol=1e-5, rtol=1e-4)
+        assert not riding.experts.method._begun.any()  # type: ignore[attr-defined]
+    assert [sign.tolist() for sign in begun] == ([[1, 0]] * 2 if tokens > 32 else [])
+
+
+def test_not_on_cards_before_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense_cuda, "dependent", SimpleNamespace(supported=lambda: False))
+    method = filled(True).experts.method
+    assert isinstance(method, dense_cuda.CudaExperts) and method.start(torch.zeros(40, SIZES.hidden), 4) is None
