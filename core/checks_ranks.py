@@ -102,6 +102,19 @@ def check_ranks(draft: Draft) -> Iterator[Refusal]:
                              f"at most {per_host} ranks, or a plugin that spans hosts"))
 
 
+@reads("collectives")
+def check_growing_segments(draft: Draft) -> Iterator[Refusal]:
+    """What ranks exchange can be read where it lies."""
+    collectives = draft.first("collectives")
+    if collectives is None or draft.values["device"] != "cuda" or draft.config.memory.growing_segments is not True:
+        return
+    assert isinstance(collectives.offers, CollectiveOffers)
+    if not collectives.offers.growing_segments:
+        yield refuse(draft, "collectives", collectives, f"{collectives.name} shares torch's memory between ranks by "
+                     "handles that growing segments do not have", "memory.growing_segments = false, or leave it out",
+                     field="memory.growing_segments")
+
+
 @reads("parallel")
 def check_machine(draft: Draft) -> Iterator[Refusal]:
     """Enough devices, or enough cores; and hosts that carry equal numbers of ranks."""

@@ -25,7 +25,7 @@ SHAPES_STEPS = frozenset({"", "speculative", "graphs", "parallel"})  #: which mo
 class Draft:
     """Attributes:
         values: decided values that checks read: device, dtype, kv_dtype, width, lookahead, draft_layers, draft_folder,
-            mesh, ranks, hosts, overlap.
+            mesh, ranks, hosts, overlap, growing_segments.
         chosen: what each slot holds so far; every slot is a key.
         elements: numbers in the checkpoint by kind (``weight_classes.tally``).
         draft_elements: the same of the draft's own folder.

@@ -249,9 +249,14 @@ class OpsOffers(Offers):
 
 @dataclass(frozen=True)
 class CollectiveOffers(Offers):
-    """Collective backends ("local" for one rank, gloo, nccl). ``ranks``: more than one."""
+    """Collective backends ("local" for one rank, gloo, nccl). ``ranks``: more than one.
+
+    ``growing_segments``: tensors may lie in segments that torch's allocator grows (virtual memory). Not where ranks
+    open one another's tensors by CUDA IPC handles, which such memory has none of.
+    """
 
     ranks: bool = False
+    growing_segments: bool = False
 
 
 @dataclass(frozen=True)

@@ -142,6 +142,10 @@ class MemoryOptions(Section):
     kv_bytes: int | None = Field(None, ge=1, description="bytes of the KV pool on each rank")
     fraction: float | None = Field(None, gt=0, lt=1, description="share of the device for weights and KV (override)")
     reserve_bytes: int = Field(0, ge=0, description="bytes to leave untouched beyond the budget")
+    growing_segments: Literal["auto", True, False] = Field(
+        "auto", description="CUDA: torch's allocator grows its segments (expandable_segments), so that steps and "
+                            "graphs take less and the KV cache more; auto: off, as it was not compared end to end; "
+                            "PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF, where set, stands instead")
 
 
 class ServerOptions(Section):

@@ -185,7 +185,8 @@ def _freeze(draft: Draft, sizes: Sizes, budget: tuple[BudgetLine, ...]) -> Engin
         model=config.model, dtype=values["dtype"], kv_dtype=values["kv_dtype"], device=values["device"],
         seed=config.seed, overlap=values["overlap"], choices=_choices(draft), decisions=tuple(draft.decisions),
         budget=budget, sizes=sizes, mesh=values["mesh"], facts=draft.facts, config=recorded(draft.parsed.raw),
-        plugins=plugins.names, fingerprint=plugins.fingerprint, hosts=values["hosts"])
+        plugins=plugins.names, fingerprint=plugins.fingerprint, hosts=values["hosts"],
+        growing_segments=values["growing_segments"])
 
 
 def _choices(draft: Draft) -> tuple[Choice, ...]:

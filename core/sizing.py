@@ -45,6 +45,7 @@ def size(draft: Draft) -> tuple[Sizes, tuple[BudgetLine, ...]] | None:
     device = draft.values["device"]
     rows, chunk, page = (_rows(draft, device), _chunk(draft, device), _page(draft, device))
     step_tokens = chunk + rows * draft.values["width"]
+    draft.values["growing_segments"] = _grows(draft, device)
     fixed = [*_weights(draft), *workspace_lines(draft, rows, step_tokens, device)]
     room = _room(draft, device, fixed)
     if room.left <= 0:
@@ -105,6 +106,21 @@ def _given_or(draft: Draft, path: str, given: int | None, otherwise: int, why: s
         return otherwise
     draft.decide(path, given, *(draft.source(path) or ("default", "")))
     return given
+
+
+def _grows(draft: Draft, device: str) -> bool:
+    """Will torch's allocator grow its segments? Told where anybody asked."""
+    path = "memory.growing_segments"
+    asked, source = draft.config.memory.growing_segments, draft.source(path)
+    if source is None or asked is False:
+        return asked is True
+    if device != "cuda":
+        draft.decide(path, False, "size", f"no effect on {device}: segments are those of a CUDA device")
+    elif asked == "auto":
+        draft.decide(path, False, "size", "auto: answers and speed with it have not been compared end to end")
+    else:
+        draft.decide(path, True, *source)
+    return device == "cuda" and asked is True
 
 
 # ---- bytes ----------------------------------------------------------------------------------------------------------

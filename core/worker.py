@@ -19,6 +19,7 @@ from glowplug.core.fitting import RankMemory
 from glowplug.core.loading import load_model
 from glowplug.core.memory.allocator import PageAllocator
 from glowplug.core.memory.measure import memory_now
+from glowplug.core.memory.segments import use_segments
 from glowplug.core.mesh import coordinates
 from glowplug.core.offers import QuantizationOffers
 from glowplug.core.parallel_stack import ParallelStack
@@ -204,6 +205,8 @@ def build_rank(plan: EnginePlan, rank: int, plugins: PluginSet, report: Report, 
                             f"({plugins.fingerprint} against {plan.fingerprint})")
     worker = make_worker(plan, rank, rendezvous)
     if worker.device != "cpu":
+        for remark in use_segments(plan.growing_segments):  # before the allocator has anything
+            note(remark)
         torch.cuda.set_device(worker.device)  # where streams and events are made
     torch.manual_seed(plan.seed)
     builder = RankBuilder(plan, worker, plugins, report, note)

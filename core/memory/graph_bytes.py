@@ -35,6 +35,13 @@ def pool_bytes(decoding: int, passing: int) -> int:
     return max(decoding, passing) + min(decoding, passing) // 4
 
 
+def grown_pool_bytes(step: int, logits: int, passing: int) -> int:
+    """The same where the allocator grows its segments, from what tensors take: a decoding step's layers and its logits,
+    one after the other, and the largest pass (one shape on an H200, and the largest pass of another)."""
+    decoding = max(step, logits)
+    return pool_bytes(decoding, passing) + min(GRAIN, decoding)
+
+
 def kept_bytes(model: ModelFacts, sizes: Sequence[int], counts: Sequence[int], columns: int, element: int) -> int:
     """What stays beside the graphs' pool: a page table of ``columns`` for each batch size, what attention leaves behind
     in the largest pass, in numbers of ``element`` bytes, and a workspace."""
@@ -58,7 +65,7 @@ def graph_line(draft: Draft, rows: int, step_tokens: int, step_bytes: Callable[[
     captured.
 
     All graphs share one pool. A decoding step's logits, with what sampling makes of them, find no room in the blocks
-    that its activations have left.
+    that its activations have left, unless segments grow.
     """
     runner = draft.first("graphs")
     if runner is None or not isinstance(runner.options, GraphOptions):
@@ -75,7 +82,10 @@ def graph_line(draft: Draft, rows: int, step_tokens: int, step_bytes: Callable[[
     tokens = sizes[-1] * draft.values["width"]
     logits = int(tokens * draft.facts.model.vocab_size * 4 * SAMPLED)
     decoding, passing = step_bytes(tokens), step_bytes(counts[-1]) if counts else 0
-    pool = pool_bytes(decoding + min(GRAIN, decoding) + logits, passing + min(GRAIN, passing))
+    if draft.values["growing_segments"]:
+        pool = grown_pool_bytes(decoding, logits, passing)
+    else:
+        pool = pool_bytes(decoding + min(GRAIN, decoding) + logits, passing + min(GRAIN, passing))
     columns = (draft.config.context_length or draft.facts.model.max_positions) // PAGE + 1
     kept = kept_bytes(draft.facts.model, sizes, counts, columns, DTYPE_BYTES[draft.values["dtype"]])
     return BudgetLine("graphs", driver_bytes(len(sizes), draft.facts.model.num_layers, len(counts)) + kept + pool,

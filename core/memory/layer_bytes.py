@@ -45,6 +45,7 @@ class LayerBytes:
         self._ops = ops.offers if ops and isinstance(ops.offers, OpsOffers) else OpsOffers()
         self._scheme, self._cast = _scheme(scheme, values["device"])
         self._options = scheme.options if scheme else None
+        self._grows: bool = values["growing_segments"]
         self.heads = -(-self.model.num_heads // axis_size("attn_tp", self.mesh))
         self.rope = self.model.qk_rope_head_dim or self.model.head_dim
         self.value = stated(self.model, "v_head_dim", self.model.head_dim)
@@ -59,7 +60,8 @@ class LayerBytes:
         """
         gathered = tokens * self.mesh.get("dp", 1)
         mixed = any(is_moe_layer(self.model, layer) for layer in range(self.model.num_layers))
-        return self.activations(StepTokens(tokens, gathered, tokens)) + (self.experts(gathered).extra if mixed else 0)
+        extra = self.experts(gathered).extra if mixed and not self._grows else 0
+        return self.activations(StepTokens(tokens, gathered, tokens)) + extra
 
     def activations(self, step: StepTokens) -> int:
         """The most that a step's layers hold, its indices and rotations among it."""

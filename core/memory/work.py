@@ -16,7 +16,8 @@ SHOWN = 4  #: bytes of a float32 number, or of an int32 one
 class Work:
     """``most``: held at once, at most, beside what it was given; ``left``: of that, its results.
 
-    ``extra``: what torch's allocator has to add for large blocks that cannot take the place of earlier ones.
+    ``extra``: what torch's allocator has to add for large blocks that cannot take the place of earlier ones, in
+    segments that do not grow.
     """
 
     most: int

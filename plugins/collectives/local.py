@@ -19,6 +19,6 @@ def register_collectives() -> list[Component]:
         name="local",
         options=LocalOptions,
         factory="glowplug.plugins.collectives.local_runtime:Local",
-        offers=CollectiveOffers(ranks=False),
+        offers=CollectiveOffers(ranks=False, growing_segments=True),
         summary="one rank, nothing to exchange",
     )]

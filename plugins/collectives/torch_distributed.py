@@ -33,6 +33,7 @@ def register_collectives() -> list[Component]:
                   offers=CollectiveOffers(devices=frozenset({"cpu"}), ranks=True), requires=(Package("torch"),),
                   summary="ranks on CPUs, of one host or several"),
         Component(name="nccl", options=NcclOptions, factory=f"{RUNTIME}:Nccl",
-                  offers=CollectiveOffers(devices=frozenset({"cuda"}), ranks=True), requires=(Package("torch"),),
+                  offers=CollectiveOffers(devices=frozenset({"cuda"}), ranks=True, growing_segments=True),
+                  requires=(Package("torch"),),
                   summary="ranks on CUDA devices; what the host exchanges goes by gloo"),
     ]

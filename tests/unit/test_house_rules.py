@@ -28,6 +28,7 @@ ENVIRONMENT_ACCESS = {
     "entrypoints/flags.py",  # was this process started by torchrun, and on how many hosts
     "plugins/executors/rank_process.py",  # how long torch's waiting threads spin, for a library that asks nowhere else
     "plugins/ops/torch_compile_runtime.py",  # where inductor keeps its programs, which it asks nowhere else
+    "core/memory/segments.py",  # PYTORCH_ALLOC_CONF: has torch been told already how to take memory
     "entrypoints/bench/local_server.py",  # hands its own environment to a child
 }
 IDENTITY = {"name", "use", "algorithm"}

@@ -1,0 +1,81 @@
+"""``memory.growing_segments`` in the plan: off by itself, on where it was asked for and can work, else told or refused.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from glowplug.core.machine import read_sheet
+from glowplug.core.offers import CollectiveOffers
+from glowplug.core.plan import EnginePlan
+from glowplug.core.testing.fakes import component
+from tests.plan.test_graphs import decided
+from tests.plan.test_refusals import with_components
+
+H200 = read_sheet("1xh200")
+PATH = "memory.growing_segments"
+
+
+def asked(planned: Any, value: Any, **more: Any) -> EnginePlan:
+    plan = planned({"dtype": "bfloat16", "memory": {} if value is None else {"growing_segments": value}}, **more)
+    assert isinstance(plan, EnginePlan)
+    return plan
+
+
+def graphs(plan: EnginePlan) -> int:
+    return next(line.bytes for line in plan.budget if line.name == "graphs")
+
+
+def test_nothing_is_done_and_said_by_default(planned: Any) -> None:
+    plan = asked(planned, None, hardware=H200)
+    assert plan.growing_segments is False and PATH not in decided(plan)
+
+
+@pytest.mark.parametrize(("value", "grows"), [(True, True), (False, False), ("auto", False)])
+def test_what_was_asked_for_is_in_the_plan(planned: Any, value: Any, grows: bool) -> None:
+    plan = asked(planned, value, hardware=H200)
+    found, by, why = decided(plan)[PATH]
+    assert plan.growing_segments is grows and found in (grows, value)
+    assert by == ("size" if value == "auto" else "operator") and ("not been compared" in why) == (value == "auto")
+    assert EnginePlan.from_json(plan.to_json()).growing_segments is grows
+
+
+def test_a_cpu_has_no_segments_and_the_plan_says_so(planned: Any) -> None:
+    plan = asked(planned, True)
+    value, by, why = decided(plan)[PATH]
+    assert plan.growing_segments is False and (value, by) == (False, "size") and "no effect on cpu" in why
+
+
+def test_graphs_take_less_and_the_cache_gets_it(planned: Any) -> None:
+    off, on = (asked(planned, value, hardware=H200) for value in (False, True))
+    assert 0 < graphs(on) < graphs(off) and on.sizes.num_pages >= off.sizes.num_pages
+    rest = [[line for line in plan.budget if line.name not in ("graphs", "kv cache")] for plan in (off, on)]
+    assert rest[0] == rest[1]
+
+
+@pytest.mark.parametrize("offered", [False, True])
+def test_collectives_that_share_torchs_memory_by_handles_refuse_it(planned: Any, refused: Any, offered: bool) -> None:
+    links = component("collectives", "links", CollectiveOffers(
+        devices=frozenset({"cuda"}), ranks=True, growing_segments=offered))
+    given: dict[str, Any] = {"dtype": "bfloat16", "parallel": [{"use": "tensor", "size": 2}],
+                             "collectives": {"use": "links"}, "memory": {"growing_segments": True}}
+    more = {"plugins": with_components(collectives=[links]), "hardware": read_sheet("8xh200")}
+    if offered:
+        assert planned(given, **more).growing_segments
+        return
+    found = refused(given, **more)[PATH]
+    assert "links shares torch's memory" in found.reason and "leave it out" in found.fix
+    for memory in ({}, {"growing_segments": "auto"}, {"growing_segments": False}):
+        assert not planned({**given, "memory": memory}, **more).growing_segments
+
+
+def test_ranks_over_nccl_may_have_it(planned: Any) -> None:
+    plan = planned({"dtype": "bfloat16", "parallel": [{"use": "tensor", "size": 2}],
+                    "memory": {"growing_segments": True}}, hardware=read_sheet("8xh200"))
+    assert plan.growing_segments and plan.choice("collectives").name == "nccl"
+
+
+@pytest.mark.parametrize("value", ["yes", 2, None])
+def test_other_values_are_refused(refused: Any, value: Any) -> None:
+    assert "memory.growing_segments" in refused({"memory": {"growing_segments": value}})

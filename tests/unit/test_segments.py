@@ -1,0 +1,100 @@
+"""Growing segments: what torch's allocator is told in a rank, by whom, and when nobody tells it anything."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from glowplug.core import worker
+from glowplug.core.errors import GlowplugError
+from glowplug.core.memory import segments
+from glowplug.core.memory.segments import SETTER, VARIABLES, use_segments
+from glowplug.core.plugins import load_plugins
+from glowplug.core.testing.ranks import rank_plan
+from tests.tiny import write_config
+
+
+@pytest.fixture(autouse=True)
+def no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What torch is told, which is not done."""
+    words: list[str] = []
+    monkeypatch.setattr(segments._Process, "grows", False)
+    monkeypatch.setattr(torch._C, SETTER, words.append, raising=False)
+    return words
+
+
+def test_torch_is_told_once_and_told_back(told: list[str]) -> None:
+    assert use_segments(False) == [] and told == []
+    assert use_segments(True) == ["memory: the allocator grows its segments"]
+    assert use_segments(True) == [] and told == ["expandable_segments:True"]
+    assert use_segments(False) == [] and told == ["expandable_segments:True", "expandable_segments:False"]
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+@pytest.mark.parametrize("value", ["expandable_segments:True", "max_split_size_mb:256"])
+def test_a_variable_of_torchs_goes_before_it_and_is_told(told: list[str], monkeypatch: pytest.MonkeyPatch,
+                                                           name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    [remark] = use_segments(True)
+    assert f"{name}={value}" in remark and "no effect" in remark
+    assert use_segments(False) == [f"memory: the allocator is as {name}={value} says"] and told == []
+    monkeypatch.setenv(name, "")
+    assert len(use_segments(True)) == 1 and told == ["expandable_segments:True"]
+
+
+def test_a_torch_that_cannot_be_told_ends_the_start(told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, SETTER)
+    assert use_segments(False) == []
+    with pytest.raises(GlowplugError, match=r"torch .* has no .*Fix: .*PYTORCH_ALLOC_CONF=expandable_segments:True"):
+        use_segments(True)
+
+
+@pytest.fixture
+def as_it_was() -> Iterator[None]:
+    yield
+    use_segments(False)
+
+
+def test_this_torch_takes_the_words(as_it_was: None) -> None:
+    """The real setter, which takes them without a device too."""
+    assert use_segments(True) and segments._Process.grows
+    use_segments(False)
+    assert not segments._Process.grows
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_rank_tells_torch_before_it_takes_its_device(monkeypatch: pytest.MonkeyPatch, told: list[str], tmp_path: Path,
+                                                       device: str) -> None:
+    class Stop(Exception):
+        pass
+
+    order: list[str] = []
+
+    def setter(words: str) -> None:
+        order.append(words)
+
+    def taken(*_: object) -> None:
+        order.append("device")
+        raise Stop
+
+    plugins = load_plugins(entry_points=False)
+    plan = rank_plan({"model": str(write_config(tmp_path, "v3")), "device": "cpu", "weights": {"use": "random"},
+                      "skip_tokenizer": True, "memory": {"kv_tokens": 512}}, plugins)
+    monkeypatch.setattr(torch._C, SETTER, setter)
+    monkeypatch.setattr(torch.cuda, "set_device", taken)
+    monkeypatch.setattr(worker, "RankBuilder", taken)
+    notes: list[str] = []
+    with pytest.raises(Stop):
+        worker.build_rank(replace(plan, device=device, growing_segments=True), 0, plugins,
+                          lambda phase, done, total: None, note=notes.append)
+    assert order == (["expandable_segments:True"] if device == "cuda" else []) + ["device"]
+    assert notes == (["memory: the allocator grows its segments"] if device == "cuda" else [])
