@@ -43,7 +43,7 @@ def max_blocks(pairs: int, experts: int, block_m: int) -> int:
 @triton.jit
 def _fill(sorted_pairs, expert_of_block, num_padded, ends, padded, counts, expert, pairs, blocks,
           BLOCK_M: tl.constexpr, BINS: tl.constexpr, WIDTH: tl.constexpr):
-    """What belongs to ``expert`` beside its pairs: its padding and its blocks; the last expert closes the lists.
+    """What belongs to ``expert`` beside its pairs: its padding and its blocks; the first expert closes the lists.
 
     Returns its first place.
     """

@@ -34,5 +34,5 @@ def moe_sum(parts: Tensor, ids: Tensor) -> Tensor:
     if tokens:
         block = min(1024, triton.next_power_of_2(size))
         _sum[(tokens, triton.cdiv(size, block))](parts, ids, out, ids.stride(0), size, WIDTH=width, BLOCK=block,
-                                                     **dependent.options())
+                                                 **dependent.options())
     return out

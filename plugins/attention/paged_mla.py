@@ -89,8 +89,8 @@ class PagedMla:
                 scale: float, causal: bool, out: Tensor) -> Tensor:
         """q [n, H, nope + rope], k [m, H, nope + rope], v [m, H, v_dim] into out [n, H, v_dim] -> lse float32 [n, H].
 
-        q_starts, k_starts int32 [rows + 1] on the device. ``lse`` is the natural logarithm; q, k and v may
-        be strided in all but the last dimension.
+        q_starts, k_starts int32 [rows + 1] on the device. ``lse`` is the natural logarithm; q, k and v may be
+        strided in all but the last dimension.
         """
         raise NotImplementedError
 

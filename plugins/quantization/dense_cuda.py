@@ -38,6 +38,7 @@ class CudaExperts:
         self.w13 = torch.empty(count, 2 * shape.inter, shape.hidden, dtype=dtype, device=device)
         self.w2 = torch.empty(count, shape.hidden, shape.inter, dtype=dtype, device=device)
         self._begun = torch.zeros(2, dtype=torch.int32, device=device)
+        self._started = False
 
     def targets(self) -> Iterator[WeightTarget]:
         for name, full, index, expert, rows in expert_slices(self.shape):
@@ -64,10 +65,17 @@ class CudaExperts:
         if not dependent.supported():
             return None
         early = moe_experts.begin(x, self.w13, width, self.shape.shared, self._begun)
-        return None if early is None else Started(self, x, early)
+        if early is None:
+            return None
+        if self._started:  # NOTE: a step that failed behind its gate has left the sign, which would be believed
+            self._begun.zero_()
+        self._started = True
+        return Started(self, x, early)
 
     def finish(self, x: Tensor, ids: Tensor, weights: Tensor, early: Early | None) -> Tensor | Parts:
         rows, named = moe_experts.products(x, self.w13, self.w2, ids, weights, shared=self.shape.shared, early=early)
+        if early is not None:
+            self._started = False
         if named is None:
             return rows
         return Parts(rows, named) if self.shape.parts else moe_sum(rows, named)

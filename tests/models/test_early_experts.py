@@ -64,6 +64,26 @@ def test_the_same_mixture(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [sign.tolist() for sign in begun] == ([[1, 0]] * 2 if tokens > 32 else [])
 
 
+def test_a_step_that_failed_behind_its_gate_leaves_no_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense_cuda, "dependent", SimpleNamespace(supported=lambda: True))
+    riding, x = filled(True), torch.randn(40, SIZES.hidden, generator=torch.Generator().manual_seed(3))
+    wanted, method = riding.forward(x), riding.experts.method
+    assert isinstance(method, dense_cuda.CudaExperts)
+    with monkeypatch.context() as failing, pytest.raises(torch.OutOfMemoryError):
+        failing.setattr(dense_cuda.moe_experts, "products", refused)
+        riding.forward(x)
+    assert method._begun.tolist() == [1, 0]
+    few = riding.forward(x[:5])  # which begins nothing early
+    started = method.start(x, SIZES.topk + 2)
+    assert started is not None and not started.begun.any()
+    assert torch.equal(riding.forward(x), wanted) and not method._begun.any()
+    torch.testing.assert_close(few, wanted[:5])
+
+
+def refused(*_: Any, **__: Any) -> None:
+    raise torch.OutOfMemoryError("nothing left")
+
+
 def test_not_on_cards_before_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense_cuda, "dependent", SimpleNamespace(supported=lambda: False))
     method = filled(True).experts.method
