@@ -240,7 +240,8 @@ class ModelOffers(Offers):
 class OpsOffers(Offers):
     """Elementwise and routing kernels bound on layers. ``ops``: names of the table's entries it provides.
 
-    ``adds_parts``: norms add up the rows of a token's experts, which then stay as they are until the next layer.
+    ``adds_parts``: norms add up the rows of a token's experts, which then stay as they are until the next layer, and
+    parts of other products.
     """
 
     ops: frozenset[str] = frozenset()
