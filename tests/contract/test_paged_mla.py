@@ -64,3 +64,28 @@ class TestPagedMlaOverLongPrefixes(TestPagedMla):
         backend = PlainMla(AttentionOptions(use="plain"), plan, worker)
         backend._most_keys = 20
         return backend
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: kernels are not interpreted")
+class TestPagedMlaByHeads(TestPagedMla):
+    """Keys and values alternate in one tensor, interpreted; own tokens, cached prefixes, and those in pieces."""
+
+    page_sizes, max_width, nope, value = (7, 16), 2, 8, 8
+
+    def make(self, plan: EnginePlan, worker: Worker) -> AttentionBackend:
+        mla_expand = pytest.importorskip("glowplug.kernels.triton.mla_expand")
+        backend = PlainMla(AttentionOptions(use="plain"), plan, worker)
+        backend._most_keys, backend._expand = 40, mla_expand.expand
+        return backend
+
+
+class TestPagedMlaByHeadsApart(TestPagedMlaByHeads):
+    """Values are of another size than keys' latent parts."""
+
+    page_sizes, value = (16,), 12
+
+
+class TestPagedMlaByHeadsOfFp8(TestPagedMlaByHeads):
+    """Of a cache in FP8: what it rounds is not what is measured."""
+
+    page_sizes, kv_dtype, error = (16,), torch.float8_e4m3fn, 0.1
