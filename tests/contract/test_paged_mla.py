@@ -88,4 +88,4 @@ class TestPagedMlaByHeadsApart(TestPagedMlaByHeads):
 class TestPagedMlaByHeadsOfFp8(TestPagedMlaByHeads):
     """Of a cache in FP8: what it rounds is not what is measured."""
 
-    page_sizes, kv_dtype, error = (16,), torch.float8_e4m3fn, 0.1
+    page_sizes, kv_dtype, error = (16,), torch.float8_e4m3fn, 0.02
