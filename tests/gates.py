@@ -155,7 +155,7 @@ class Flips:
 
 def flips(want: Choices, got: Choices) -> tuple[Flips, set[Key]]:
     """The report, and the positions at which some gate flipped."""
-    keys_of, columns, flipped_keys = 0, list[Tensor](), set[Key]()
+    positions, columns, flipped_keys = 0, list[Tensor](), set[Key]()
     for name, chosen in want.items():
         (keys, experts, scores), (others, other_experts, other_scores) = chosen.sorted(), got[name].sorted()
         assert keys == others, "both runs hold the same positions"
@@ -163,10 +163,10 @@ def flips(want: Choices, got: Choices) -> tuple[Flips, set[Key]]:
         change = (scores - other_scores).abs().amax(-1)
         columns.append(torch.stack([flipped.float(), gap(scores, chosen.sizes), change]))
         flipped_keys |= {key for key, far in zip(keys, flipped.tolist(), strict=True) if far}
-        keys_of = len(keys)
+        positions = len(keys)
     far, gaps, change = torch.cat(columns, 1).cpu()
-    closed = far > 0
-    gaps_of = gaps[closed] if bool(closed.any()) else torch.zeros(1)
-    wide = closed & (gaps > 2 * change + EXACT)
-    return Flips(keys_of, len(flipped_keys), float(gaps_of.median()), float(gaps_of.max()), float(gaps.median()),
+    flipped = far > 0
+    theirs = gaps[flipped] if bool(flipped.any()) else torch.zeros(1)
+    wide = flipped & (gaps > 2 * change + EXACT)
+    return Flips(positions, len(flipped_keys), float(theirs.median()), float(theirs.max()), float(gaps.median()),
                  float(change.median()), int(wide.sum())), flipped_keys

@@ -70,9 +70,7 @@ class Tally(TorchDispatchMode):
         self._alive[key] = (StorageWeakRef(storage), size, _site())
         held = self.held()
         if held > self.most:
-            self.most, self.at_most = held, Counter()
-            for _, each, where in self._alive.values():
-                self.at_most[where] += each
+            self.most, self.at_most = held, self._by_site()
 
     def held(self) -> int:
         for key in [key for key, (ref, _, _) in self._alive.items() if ref.expired()]:
@@ -80,12 +78,16 @@ class Tally(TorchDispatchMode):
         return sum(size for _, size, _ in self._alive.values())
 
     def restart(self) -> tuple[int, Counter[str]]:
-        sites: Counter[str] = Counter()
-        held = self.held()
-        for _, size, where in self._alive.values():
-            sites[where] += size
+        """From now on the peak is a new one; what is held, in all and by who allocated it."""
+        held, sites = self.held(), self._by_site()
         self.most, self.at_most = held, sites
         return held, sites
+
+    def _by_site(self) -> Counter[str]:
+        found = Counter[str]()
+        for _, size, where in self._alive.values():
+            found[where] += size
+        return found
 
 
 def _site() -> str:
@@ -173,8 +175,8 @@ def _libraries() -> dict[str, ModuleType]:
 def _get(tensor: torch.Tensor, key: Any) -> torch.Tensor:
     """Indexing by torch's functions: Python's goes through a guard of a device that is not there."""
     keys = list(key) if isinstance(key, tuple) else [key]
-    if Ellipsis in [part for part in keys if part is Ellipsis]:
-        at = next(i for i, part in enumerate(keys) if part is Ellipsis)
+    at = next((i for i, part in enumerate(keys) if part is Ellipsis), None)
+    if at is not None:
         named = sum(part is not None and part is not Ellipsis for part in keys)
         keys[at : at + 1] = [slice(None)] * (tensor.dim() - named)
     dim, tensors = 0, {}
