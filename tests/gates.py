@@ -71,14 +71,13 @@ class Watch:
     def _watch(self, gate: Gate) -> None:
         plain, kept = gate.forward, self.choices.setdefault(gate.name, Chosen(gate.sizes))
 
-        def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        def forward(x: Tensor, begun: Tensor | None = None) -> tuple[Tensor, Tensor]:
+            weights, ids = plain(x, begun)  # also where its choice is not followed: experts begun early wait for it
             if not self._keys:
-                return plain(x)
+                return weights, ids
             scores, choice = scores_of(gate, x)
             forced = self._forced.get(gate.name)
-            if forced is None:
-                weights, ids = plain(x)
-            else:
+            if forced is not None:
                 weights, ids = _weighted(gate, scores, torch.stack([forced[key] for key in self._keys]))
             kept.keys += self._keys
             kept.experts.append(ids[:, : gate.sizes.topk].long().sort(-1).values)
