@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from glowplug.core.batch import Accepted, Batch, PromptLogprobs, StepResult
 from glowplug.core.host_copy import Copy, HostCopier
+from glowplug.core.memory.step_bytes import SCORED
 from glowplug.core.placement import send, slots_at
 from glowplug.core.protocols import AttentionBackend, GraphRunner, Model, Sampler, SpeculativeAlgorithm
 from glowplug.core.rows import SequenceTable
@@ -218,13 +219,13 @@ class Runner:
         return found
 
     def _score(self, hidden: torch.Tensor, targets: NDArray[np.int32], row: int, start: int, k: int) -> PromptLogprobs:
-        """In pieces of 256 positions, so that no [prompt, vocabulary] tensor is ever made."""
+        """In pieces of ``SCORED`` positions, so that no [prompt, vocabulary] tensor is ever made."""
         ids = torch.from_numpy(targets.astype(np.int64)).to(self.device)
         pieces = []
-        for at in range(0, len(ids), 256):
-            scores = torch.log_softmax(self.model.logits(hidden[at : at + 256]), dim=-1)
+        for at in range(0, len(ids), SCORED):
+            scores = torch.log_softmax(self.model.logits(hidden[at : at + SCORED]), dim=-1)
             top = scores.topk(k, dim=-1)
-            pieces.append((scores.gather(1, ids[at : at + 256, None])[:, 0], top.indices, top.values))
+            pieces.append((scores.gather(1, ids[at : at + SCORED, None])[:, 0], top.indices, top.values))
         token, top_ids, values = (torch.cat(column).cpu().numpy() for column in zip(*pieces, strict=True))
         return PromptLogprobs(row, start, token, top_ids, values)
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from glowplug.core.batch import Batch, idle_batch, shape_of
 from glowplug.core.errors import GlowplugError
+from glowplug.core.memory.step_bytes import SCORED
 from glowplug.core.offers import Mode
 from glowplug.core.plan import EnginePlan, Sizes
 from glowplug.core.protocols import RequestRouter
@@ -23,7 +24,6 @@ WARM_TOKENS = 2048  #: longest warm-up prefill; beyond it the cost is arithmetic
 SHORT_TOKENS = 13  #: the shortest: other kernels, and a captured pass where there are some
 FEW_PAGES = 2  #: enough of a pool for every step here
 CACHED_CHUNKS = 1  #: chunks before the one whose memory is measured; backends read longer prefixes in pieces
-SCORED = 257  #: tokens of a prompt that is scored: a whole piece of what the runner scores at a time
 BETWEEN = 24  #: steps with prompts between the captured and the largest ones, each with one decoding row more
 EVEN = 16  #: kernels are compiled apart for numbers that it divides
 EVERYTHING = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, presence_penalty=0.1,
@@ -143,7 +143,8 @@ def _run_joined(runner: Runner, batch: Batch, params: SamplingParams) -> None:
 
 
 def _score_prompt(runner: Runner, plan: EnginePlan) -> None:
-    length = min(SCORED, plan.sizes.chunk_size, plan.sizes.context_length - plan.sizes.width)
+    whole = SCORED + 1  # the first token is not scored
+    length = min(whole, plan.sizes.chunk_size, plan.sizes.context_length - plan.sizes.width)
     batch = _scratch_batch(plan, Mode.PREFILL, 1, length, length, _ids(plan, length))
     batch.prompt_logprobs = np.ones(1, np.bool_)
     params = SamplingParams(max_tokens=1, prompt_logprobs=MAX_LOGPROBS)

@@ -14,9 +14,8 @@ from glowplug.core.errors import GlowplugError
 from glowplug.kernels.triton import fp8_quant
 from glowplug.kernels.triton.moe_align import Alignment, align
 from glowplug.kernels.triton.moe_sort import gather_rows, sum_placed
+from glowplug.plugins.quantization.experts_bytes import TILE, grouped_pays
 
-TILE = 128  #: rows that one expert's are filled up to
-LEAST_LOAD = 35  #: rows an expert gets on average from which sorting them pays (H200: 3.34 against 3.41 ms at 36)
 USUAL_LOAD = 256  #: what DeepGEMM is told to expect, the same at any load so that it compiles one kernel a product
 
 
@@ -38,9 +37,7 @@ class Grouped:
                                     "install the library") from error
 
     def pays(self, tokens: int, per_token: int, experts: int) -> bool:
-        if self._wanted == "auto" and tokens * per_token < LEAST_LOAD * experts:
-            return False
-        return self._multiply is not None
+        return self._multiply is not None and grouped_pays(self._wanted, tokens, per_token, experts)
 
     def experts(self, x: Tensor, x_scales: Tensor, w13: Tensor, scales13: Tensor, w2: Tensor, scales2: Tensor,
                 ids: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:

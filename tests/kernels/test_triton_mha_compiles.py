@@ -1,11 +1,9 @@
 """The multi-head kernels compile for Hopper on a machine without one, which the interpreter does not try."""
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests import uninterpreted
 
 pytest.importorskip("triton")
 
@@ -49,7 +47,6 @@ for x, cache, dim, rows, tree, page in (("*bf16", "*bf16", 128, 16, False, 64), 
 
 @pytest.mark.slow
 def test_they_compile_for_hopper() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
+    done = uninterpreted.run("-c", SCRIPT)
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(done.stdout.splitlines()) == 16

@@ -1,11 +1,9 @@
 """The prologue's kernels compile for Hopper on a machine without one, which the interpreter does not try."""
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests import uninterpreted
 
 pytest.importorskip("triton")
 
@@ -48,8 +46,7 @@ build(merge._merge_into, dict(out="*fp32", lse="*fp32", part=x, part_lse="*fp32"
 
 @pytest.mark.slow
 def test_they_compile_for_hopper() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
+    done = uninterpreted.run("-c", SCRIPT)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == ["_prologue"] * 8 + ["_by_heads_fp8"] * 4 + ["_by_heads"] * 2 + [
         "_store", "_gather", "_spread", "_merge_into"]

@@ -1,10 +1,6 @@
 """Routed experts of large steps on Hopper against float32, and that their kernel compiles where no such card is."""
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +10,7 @@ pytest.importorskip("triton")
 from glowplug.kernels import moe
 from glowplug.kernels.activation import silu_and_mul
 from glowplug.kernels.triton import moe_experts, moe_shared
+from tests import uninterpreted
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCRIPT = """
@@ -45,8 +42,7 @@ for parts, (ring, multiplying, fetching) in hopper.RINGS.items():
 
 @pytest.mark.slow
 def test_it_compiles_for_hopper() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
+    done = uninterpreted.run("-c", SCRIPT)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == ["made"] * 6
 

@@ -1,12 +1,10 @@
 """Products cut along their depth, on Hopper; elsewhere they are at least compiled for it."""
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+
+from tests import uninterpreted
 
 pytest.importorskip("triton")
 
@@ -34,8 +32,7 @@ for tokens in (32, 64):
 
 @pytest.mark.slow
 def test_they_compile_for_hopper() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
+    done = uninterpreted.run("-c", SCRIPT)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == ["slice_kernel"] * 2
 

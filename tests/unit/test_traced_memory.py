@@ -2,14 +2,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 pytest.importorskip("triton")
-from tests.source_tree import ROOT
+from tests import uninterpreted
 from tests.traced_memory import CASES
 
 NEAR = 0.05
@@ -19,9 +16,7 @@ QUICK = ("v2-lite", "v3, few tokens", "tiny llama")
 
 def check(names: list[str]) -> None:
     """In a process of its own, where Triton does not interpret."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-m", "tests.traced_memory", *names], cwd=ROOT, text=True,
-                          env=environment | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}, capture_output=True)
+    done = uninterpreted.run("-m", "tests.traced_memory", *names)
     found = [line for line in done.stdout.splitlines() if line.startswith("{")]
     assert found, done.stderr[-3000:]
     for name, lines in json.loads(found[-1]).items():
