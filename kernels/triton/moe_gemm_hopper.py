@@ -52,7 +52,7 @@ def _place_of(tile, m_blocks, n_blocks, group):
     """Row and column block of a tile: down ``group`` tiles of rows, then on to the next columns."""
     each = group * n_blocks
     first = tile // each * group
-    height = gl.minimum(m_blocks - first, group)
+    height = gl.maximum(gl.minimum(m_blocks - first, group), 1)  # behind the last tile: no remainder by 0
     return first + tile % each % height, tile % each // height
 
 
