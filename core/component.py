@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from glowplug.core.config import EngineConfig
     from glowplug.core.facts import Facts
 
-CONTRACT = 1  #: version of the protocols in ``core/protocols.py``; a component built for another is refused
+CONTRACT = 1  #: version of the protocols in ``core/protocols``; a component built for another is refused
 
 
 class Options(BaseModel):

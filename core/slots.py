@@ -1,6 +1,6 @@
 """One table: every slot with its hook, config section, cardinality and default. Plan zone: no torch.
 
-To add a slot: a line here, a hook in ``hookspecs.py``, a protocol in ``protocols.py``.
+To add a slot: a line here, a hook in ``hookspecs.py``, a protocol in ``protocols/``.
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Slot:
         many: the section is a list (ordered).
         default: ``use`` when the operator says nothing; "auto" lets the resolver choose.
         offers: name of the offers class in ``offers.py``.
-        protocol: name of the runtime protocol in ``protocols.py``.
+        protocol: name of the runtime protocol in ``protocols/``.
         step: it takes part in every step, so modes, overlap and capture are checked.
     """
 
