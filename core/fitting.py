@@ -163,9 +163,9 @@ class RankMemory:
         pool = pool_bytes(self._peak(runner, "graphs", partial(most_captured, runner, self.plan, most)),
                           self._claims(runner, partial(most_passed, runner, self.plan)))
         model, sizes = self.plan.facts.model, self.plan.sizes
-        beside = driver_bytes(len(shapes), model.num_layers, len(counts)) + kept_bytes(
+        beside = driver_bytes(len(shapes), model.num_layers, len(counts), sizes.lookahead) + kept_bytes(
             model, [rows for _, rows, _ in shapes], counts, -(-sizes.positions // sizes.page_size),
-            DTYPE_BYTES[self.plan.dtype])
+            DTYPE_BYTES[self.plan.dtype], self.plan.growing_segments)
         self.meter.lines["graphs"] = pool + beside
         return pool + beside
 

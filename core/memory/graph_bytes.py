@@ -14,19 +14,25 @@ from glowplug.core.plan import BudgetLine
 
 MIB = 1 << 20
 PAGE = 64  #: tokens a page, near enough for what page tables take
-FIXED = 16 * MIB  #: what the first graph takes
-PER_SIZE = 17 * MIB // 8  #: what those of one batch size take for sampling, and code that no other size runs
-PER_LAYER = MIB // 16  #: what it takes for a layer in the graphs of one batch size: parameters of its kernels
-PER_PIECE = 2 * MIB // 15  #: the same of one token count, whose layers are graphs of their own
+# NOTE: the driver's, fitted to six engines on an H200: 3 and 27 layers, 26 and 34 batch sizes, with a draft and without
+FIXED = 80 * MIB  #: what it takes however many graphs there are
+PER_SIZE = 5 * MIB // 8  #: what the graphs of one batch size take for sampling
+PER_LAYER = MIB // 20  #: what it takes for a layer in the graphs of one batch size: parameters of its kernels
+PER_PIECE = 7 * MIB // 64  #: the same of one token count, whose layers are graphs of their own
+PER_DRAFT = MIB // 3  #: a graph of one batch size beside the model's: a draft's pass, or where tokens go
 STREAM = 32 * MIB  #: cuBLAS's workspace for the stream that captures
+GROWN = 12 * MIB  #: what segments that grow by 20 MiB have to spare
 SAMPLED = 1.03  #: logits with what a captured step makes of them
-GRAIN = 32 * MIB  #: what blocks of a step's tensors have to spare, at most
+GRAIN = 32 * MIB  #: what blocks of the largest pass's tensors have to spare, at most
+FEW = GRAIN // 2  #: the same of the largest decoding step
 INSIDE = ("model", "quantization", "ops")  #: slots whose components are inside a captured pass
 
 
-def driver_bytes(sizes: int, layers: int, counts: int = 0) -> int:
-    """What the driver takes for the graphs of so many batch sizes and token counts of a model."""
-    return FIXED + sizes * PER_SIZE + layers * (sizes * PER_LAYER + counts * PER_PIECE)
+def driver_bytes(sizes: int, layers: int, counts: int = 0, drafts: int = 0) -> int:
+    """What the driver takes for the graphs of so many batch sizes and token counts of a model, before which ``drafts``
+    passes run. Those have a graph each, and their places and the step's own one more."""
+    beside = drafts + 2 if drafts else 0
+    return FIXED + sizes * (PER_SIZE + beside * PER_DRAFT) + layers * (sizes * PER_LAYER + counts * PER_PIECE)
 
 
 def pool_bytes(decoding: int, passing: int) -> int:
@@ -42,11 +48,12 @@ def grown_pool_bytes(step: int, logits: int, passing: int) -> int:
     return pool_bytes(decoding, passing) + min(GRAIN, decoding)
 
 
-def kept_bytes(model: ModelFacts, sizes: Sequence[int], counts: Sequence[int], columns: int, element: int) -> int:
+def kept_bytes(model: ModelFacts, sizes: Sequence[int], counts: Sequence[int], columns: int, element: int,
+               grows: bool = False) -> int:
     """What stays beside the graphs' pool: a page table of ``columns`` for each batch size, what attention leaves behind
-    in the largest pass, in numbers of ``element`` bytes, and a workspace."""
+    in the largest pass, in numbers of ``element`` bytes, and a workspace. ``grows``: the allocator's segments do."""
     width = model.num_heads * stated(model, "v_head_dim", model.head_dim) * element
-    return STREAM + sum(sizes) * columns * 4 + max(counts, default=0) * width
+    return STREAM + GROWN * grows + sum(sizes) * columns * 4 + max(counts, default=0) * width
 
 
 def pass_tokens(draft: Draft, step_tokens: int) -> tuple[int, ...]:
@@ -82,14 +89,16 @@ def graph_line(draft: Draft, rows: int, step_tokens: int, step_bytes: Callable[[
     tokens = sizes[-1] * draft.values["width"]
     logits = int(tokens * draft.facts.model.vocab_size * 4 * SAMPLED)
     decoding, passing = step_bytes(tokens), step_bytes(counts[-1]) if counts else 0
-    if draft.values["growing_segments"]:
+    grows = draft.values["growing_segments"]
+    if grows:
         pool = grown_pool_bytes(decoding, logits, passing)
     else:
-        pool = pool_bytes(decoding + min(GRAIN, decoding) + logits, passing + min(GRAIN, passing))
+        pool = pool_bytes(decoding + min(FEW, decoding) + logits, passing + min(GRAIN, passing))
     columns = (draft.config.context_length or draft.facts.model.max_positions) // PAGE + 1
-    kept = kept_bytes(draft.facts.model, sizes, counts, columns, DTYPE_BYTES[draft.values["dtype"]])
-    return BudgetLine("graphs", driver_bytes(len(sizes), draft.facts.model.num_layers, len(counts)) + kept + pool,
-                      f"{how}, one pool")
+    model, drafts = draft.facts.model, draft.values["lookahead"]
+    kept = kept_bytes(model, sizes, counts, columns, DTYPE_BYTES[draft.values["dtype"]], grows)
+    driver = driver_bytes(len(sizes), model.num_layers, len(counts), drafts)
+    return BudgetLine("graphs", driver + kept + pool, f"{how}, one pool")
 
 
 def _decide(draft: Draft, sizes: tuple[int, ...], rows: int) -> None:

@@ -2,16 +2,18 @@
 """
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from glowplug.core.machine import read_sheet
 from glowplug.core.offers import CollectiveOffers
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan import BudgetLine, EnginePlan
 from glowplug.core.testing.fakes import component
 from tests.plan.test_graphs import decided
 from tests.plan.test_refusals import with_components
+from tests.traced_memory import written
 
 H200 = read_sheet("1xh200")
 PATH = "memory.growing_segments"
@@ -47,11 +49,17 @@ def test_a_cpu_has_no_segments_and_the_plan_says_so(planned: Any) -> None:
     assert plan.growing_segments is False and (value, by) == (False, "size") and "no effect on cpu" in why
 
 
-def test_graphs_take_less_and_the_cache_gets_it(planned: Any) -> None:
+def test_only_graphs_take_something_else_and_the_cache_what_is_left(planned: Any, tmp_path: Path) -> None:
+    """A tiny model's graphs need less than one segment; those of a published shape, whose blocks are large, gain."""
+    def rest(plan: EnginePlan) -> list[BudgetLine]:
+        return [line for line in plan.budget if line.name not in ("graphs", "kv cache")]
+
     off, on = (asked(planned, value, hardware=H200) for value in (False, True))
-    assert 0 < graphs(on) < graphs(off) and on.sizes.num_pages >= off.sizes.num_pages
-    rest = [[line for line in plan.budget if line.name not in ("graphs", "kv cache")] for plan in (off, on)]
-    assert rest[0] == rest[1]
+    assert graphs(off) < graphs(on) and rest(off) == rest(on)
+    folder = written(tmp_path, "deepseek-v2-lite", 3)
+    large = {"model": str(folder), "context_length": 32768, "scheduler": {"max_running_requests": 512}}
+    off, on = (planned({**large, "memory": {"growing_segments": value}}, hardware=H200) for value in (False, True))
+    assert graphs(on) < graphs(off) and rest(off) == rest(on) and on.sizes.num_pages > off.sizes.num_pages
 
 
 @pytest.mark.parametrize("offered", [False, True])

@@ -1,0 +1,57 @@
+"""What the plan expects of captured graphs, beside what they took on one H200 (docs/benchmarks/memory-h200.json)."""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from glowplug.core.memory.graph_bytes import driver_bytes
+from glowplug.core.plugins import PluginSet
+from tests.tiny import write_config
+from tests.traced_memory import planned as planned_for_card, plugins_of_the_card, written
+
+MIB = 1 << 20
+NEAR, SMALL = 0.05, 32 * MIB  #: as tests/e2e/test_gpu_memory.py judges
+UNDER = 8 * MIB  #: a plan may expect so much less than there is: the allocator takes up to 20 MiB at a time
+#: (model, layers of a shape, drafted tokens) -> MiB served, as segments come and where they grow
+SERVED = {("llama", 0, 0): (134, 142), ("v2", 0, 0): (136, 144), ("v3", 0, 0): (136, 144), ("v3", 0, 2): (172, 178),
+          ("v3_fp8", 0, 0): (156, 164), ("deepseek-v2-lite", 3, 0): (460, 424)}
+
+
+@pytest.fixture(scope="module")
+def card() -> PluginSet:
+    return plugins_of_the_card()
+
+
+@pytest.mark.parametrize("grows", [False, True])
+@pytest.mark.parametrize("case", SERVED)
+def test_planned_is_what_was_served(case: tuple[str, int, int], grows: bool, card: PluginSet, tmp_path: Path) -> None:
+    name, layers, drafted = case
+    config: dict[str, Any] = {"memory": {"growing_segments": grows}}
+    if layers:
+        folder = written(tmp_path, name, layers)
+        config |= {"context_length": 32768, "scheduler": {"max_running_requests": 512}}
+    else:
+        folder = write_config(tmp_path, name, **({"num_nextn_predict_layers": 1} if drafted else {}))
+        config["dtype"] = "bfloat16"
+    if drafted:
+        config["speculative"] = {"use": "nextn", "steps": drafted}
+    plan = planned_for_card(folder, card, **config)
+    found = next(line.bytes for line in plan.budget if line.name == "graphs")
+    served = SERVED[case][grows] * MIB
+    assert served - UNDER <= found <= served + max(NEAR * served, SMALL), (found / MIB, served / MIB)
+
+
+@pytest.mark.parametrize(("sizes", "layers", "drafts", "seen"), [
+    (26, 3, 0, 98), (34, 3, 0, 104), (26, 3, 2, 132), (26, 27, 0, 176)])
+def test_the_drivers_part_is_as_it_was_seen(sizes: int, layers: int, drafts: int, seen: int) -> None:
+    """18 token counts each."""
+    assert seen * MIB <= driver_bytes(sizes, layers, 18, drafts) <= (seen + 10) * MIB
+
+
+def test_every_graph_of_a_draft_counts() -> None:
+    """Each size has one more for a further pass; the first brings those of the places with it."""
+    of = [driver_bytes(26, 3, 18, drafts) for drafts in range(4)]
+    assert of[1] - of[0] == 3 * (of[2] - of[1]) and of[3] - of[2] == of[2] - of[1] > 0
+    assert driver_bytes(27, 3, 18, 3) - driver_bytes(27, 3, 18, 0) > of[3] - of[0]
