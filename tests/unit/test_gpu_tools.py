@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from glowplug.kernels.triton import fp8_quant, moe_align
 from tests import gates, gpu_combinations, gpu_logits, gpu_sanitize
 from tests.tiny import write_config
 
@@ -20,7 +22,9 @@ LOG = """
 ..                                                                       [100%]
 2 passed, 1 failed in 3.21s
 launched kernels: norm._norm rope._rope
+left out, no time: test_a[1] test_b
 ========= ERROR SUMMARY: 3 errors
+========= ERROR SUMMARY: 1 errors were not printed. Use --print-limit option to adjust the number of printed errors
 """
 
 
@@ -34,12 +38,36 @@ def test_what_the_sanitizer_said_is_read() -> None:
     found = gpu_sanitize.read("test_x.py", "memcheck", LOG, 4.0)
     assert (found.errors, found.passed, found.failed) == (3, 2, 1) and not found.clean
     assert gpu_sanitize.complaints(LOG) == ["Invalid __global__ read of size 4 bytes", "at _norm+0x120"]
-    clean = gpu_sanitize.read("test_y.py", "memcheck", LOG.replace("3 errors", "0 errors").replace("1 failed", ""), 1.0)
+    assert found.kernels == ("norm._norm", "rope._rope") and found.left_out == ("test_a[1]", "test_b")
+    right = LOG.partition("========= ERROR")[0].replace("1 failed", "") + "========= ERROR SUMMARY: 0 errors\n"
+    clean = gpu_sanitize.read("test_y.py", "memcheck", right, 1.0)
     assert clean.clean and not gpu_sanitize.read("test_z.py", "initcheck", "killed", 1.0).clean
-    assert not gpu_sanitize.report([clean], 1.0, 2)["clean"]
-    report = gpu_sanitize.report([clean], 1.0, 1)
+    asked = [(Path("test_y.py"), "memcheck", False), (Path("test_y.py"), "memcheck", True)]
+    cut = gpu_sanitize.report([clean], 1.0, asked)
+    assert not cut["clean"] and cut["not_run"] == ["memcheck test_y.py, captured"]
+    report = gpu_sanitize.report([clean], 1.0, asked[:1])
     assert report["clean"] and report["complete"] and report["tools"]["memcheck"]["tests"] == 2
     assert "norm._norm" in report["kernels"] and "route._route" in report["kernels_not_launched"]
+
+
+def test_tensors_that_are_filled_under_initcheck() -> None:
+    """Those of the makers in the list, which exist, and no other; in a kernels' test torch fills all."""
+    for maker in gpu_sanitize.PADDED:
+        module, _, name = maker.partition(".")
+        assert callable(getattr(importlib.import_module(f"glowplug.kernels.triton.{module}"), name))
+    empty, given = torch.empty, []
+    modes = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with gpu_sanitize.only_padded_filled():
+            given += fp8_quant.empty_quantized(3, 128, torch.device("cpu"))
+            given += moe_align.align(torch.zeros(1, 1, dtype=torch.int32), 2, 4)
+            filling = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    finally:
+        torch.use_deterministic_algorithms(modes[0], warn_only=modes[1])
+    assert torch.isnan(given[0].float()).all() and torch.isnan(given[1]).all() and not filling
+    assert given[2].tolist() == [0, 1, 1, 1] and torch.empty is empty
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
 
 
 def _captured() -> object:
@@ -54,7 +82,8 @@ def test_tests_that_capture_are_told_apart() -> None:
     assert gpu_sanitize.captures(_captured) and gpu_sanitize.captures(_calls_what_captures)
     assert not gpu_sanitize.captures(test_distances)
     found = [(file.name, tool) for file, tool, captured in gpu_sanitize.jobs(["memcheck", "initcheck"], "") if captured]
-    assert ("test_gpu_replays.py", "memcheck") in found and "initcheck" not in dict(found).values()
+    assert {tool for _, tool in found} == {"memcheck"}
+    assert {f"test_gpu_replays{part}.py" for part in ("", "_attention", "_experts")} < {file for file, _ in found}
     assert not gpu_sanitize.jobs(["initcheck"], "gpu_replays")
 
 
