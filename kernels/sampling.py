@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from glowplug.kernels.chunks import LOGPROB_ROWS
+
 BLOCK = 256  #: vocabulary entries summed at a time by ``draw``
 SORT_ROWS = 64  #: rows sorted at a time, which bounds the temporary memory of ``cutoff``
-LOGPROB_ROWS = 256  #: rows normalised at a time by ``token_logprobs``
 
 
 def _signed(value: int) -> int:

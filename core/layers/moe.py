@@ -19,6 +19,7 @@ from glowplug.core.protocols import (
     ExpertsShape,
     Parts,
     Quantized,
+    SignallingRoute,
     StartedExperts,
     WeightTarget,
 )
@@ -61,6 +62,12 @@ class Gate(Module):
         self.appended = 0  #: shared experts chosen for every token, where they ride along with the routed ones
         self._softmax, self._sigmoid = context.ops.topk_softmax, context.ops.topk_sigmoid
         self._route = context.ops.route
+        self._signalling: SignallingRoute | None = getattr(context.ops, "route_signalling", None)
+
+    @property
+    def signals(self) -> bool:
+        """May ``forward`` be given ``begun``?"""
+        return self._signalling is not None
 
     def own_targets(self) -> Iterator[WeightTarget]:
         yield Target(f"{self.name}.weight", tuple(self.weight.shape), self.weight)
@@ -68,11 +75,14 @@ class Gate(Module):
             yield Target(f"{self.name}.e_score_correction_bias", tuple(self.bias.shape), self.bias)
 
     def forward(self, x: Tensor, begun: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """``begun``: of ``StartedExperts``."""
+        """``begun``: of ``StartedExperts``, only for a gate that ``signals``."""
         s = self.sizes
         if self._route is not None:
-            return self._route(x, self.weight, self.bias, s.topk, s.groups, s.topk_groups, s.renormalize, s.scale,
-                               self.appended, begun)
+            given = (x, self.weight, self.bias, s.topk, s.groups, s.topk_groups, s.renormalize, s.scale, self.appended)
+            if begun is None:
+                return self._route(*given)
+            assert self._signalling is not None, "experts start early behind gates that signal alone"
+            return self._signalling(*given, begun)
         logits = F.linear(x.float(), self.weight.float())
         if self.bias is not None:
             return self._sigmoid(logits, self.bias, s.topk, s.groups, s.topk_groups, s.renormalize, s.scale)
@@ -128,7 +138,8 @@ class Moe(Module):
                                parts)
         self.shared = Mlp(context, f"{name}.shared_experts", sizes.hidden, sizes.shared,
                           reduce=False) if sizes.shared and not riding else None
-        self._start: Start | None = getattr(self.experts.method, "start", None) if riding else None
+        early = riding > 0 and self.gate.signals
+        self._start: Start | None = getattr(self.experts.method, "start", None) if early else None
         readers = [self.experts] if self.shared is None else [self.experts, self.shared]
         self._cast: Callable[[Tensor], Tensor] | None = caster(context.ops, *readers)  # type: ignore[assignment]
         self._exchange = context.parallel.expert_exchange(name, sizes.experts)

@@ -35,6 +35,7 @@ from glowplug.core.protocols.models import (
 from glowplug.core.protocols.ops import (
     Ops as Ops,
     Route as Route,
+    SignallingRoute as SignallingRoute,
 )
 from glowplug.core.protocols.parallel import (
     Collectives as Collectives,

@@ -12,14 +12,22 @@ class Route(Protocol):
     """A gate in one call: scores, choice and weights."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, k: int, groups: int, topk_groups: int,
-                 renormalize: bool, scale: float, appended: int,
-                 begun: Tensor | None = None) -> tuple[Tensor, Tensor]:
+                 renormalize: bool, scale: float, appended: int) -> tuple[Tensor, Tensor]:
         """x [T, H], weight [E, H] -> weights float32 [T, K + A], ids int32 [T, K + A].
 
         With bias float32 [E] a sigmoid gate, softmax otherwise; scores accumulate in float32. The A = ``appended``
         columns behind the K chosen are experts E to E + A - 1 with weight 1: shared experts that ride along.
-        ``begun``: of ``StartedExperts``.
         """
+        ...
+
+
+class SignallingRoute(Protocol):
+    """As ``Route``, for experts that were started before it."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, k: int, groups: int, topk_groups: int,
+                 renormalize: bool, scale: float, appended: int, begun: Tensor) -> tuple[Tensor, Tensor]:
+        """The same result, and ``begun`` (int32, of ``StartedExperts``) has 1 in front as soon as x may be read; not of
+        4 tokens or fewer, for which nobody starts experts."""
         ...
 
 
@@ -40,6 +48,8 @@ class Ops(Protocol):
         fused: (producer, input format) -> the producer's variant that hands over that format as a ``Quantized``;
             producers are names of this table, and "cast" for plain activations.
         route: the whole gate in one call, or None.
+
+    A table may have ``route_signalling: SignallingRoute | None`` too; without one, no experts are started early.
     """
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]

@@ -122,7 +122,8 @@ class ExpertsMethod(Protocol):
     """How the routed experts of one layer keep their weights and multiply.
 
     A method may have ``start(x [T, hidden], width) -> StartedExperts | None`` too, for gates that choose ``width`` ids
-    a token, shared experts' among them; None: nothing is gained by beginning before the gate has chosen.
+    a token, shared experts' among them; None: nothing is gained by beginning before the gate has chosen. It is called
+    only where the gate signals (``SignallingRoute``).
     """
 
     input_format: str  #: as of ``LinearMethod``

@@ -127,6 +127,8 @@ class RecordedOps:
     def __init__(self, ops: Ops, recorder: Recorder) -> None:
         self._ops, self._recorder = ops, recorder
         self.route = recorder.wrap("ops", "route", ops.route) if ops.route is not None else None
+        signalling = getattr(ops, "route_signalling", None)
+        self.route_signalling = recorder.wrap("ops", "route", signalling) if signalling is not None else None
         self.fused: Mapping[tuple[str, str], Callable[..., Any]] = {
             key: recorder.wrap("ops", f"{key[0]} to {key[1]}", function) for key, function in ops.fused.items()}
 

@@ -38,7 +38,7 @@ class TorchCompileOps:
         self.adds_parts = base.adds_parts
         self.rope_table, self.rope_at, self.rope = base.rope_table, base.rope_at, base.rope
         self.fused: Mapping[tuple[str, str], Callable[..., Any]] = base.fused
-        self.route = base.route
+        self.route, self.route_signalling = base.route, base.route_signalling
 
     def add_rms_norm(self, x: Tensor | Parts, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if isinstance(x, Parts):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from glowplug.core.options import OpsOptions
 from glowplug.core.plan import EnginePlan
-from glowplug.core.protocols import Quantized, Route, Worker
+from glowplug.core.protocols import Quantized, Route, SignallingRoute, Worker
 from glowplug.kernels import activation, fp8, norm, rope, routing
 
 FP8_VALUES = "fp8_group128_values"
@@ -27,6 +27,7 @@ class TorchOps:
         self.topk_softmax = routing.topk_softmax
         self.topk_sigmoid = routing.topk_sigmoid
         self.route: Route | None = None
+        self.route_signalling: SignallingRoute | None = None
         self.fused: Mapping[tuple[str, str], Callable[..., Any]] = {
             ("cast", FP8_VALUES): _fp8_values,
             ("rms_norm", FP8_VALUES): _rms_norm_fp8,

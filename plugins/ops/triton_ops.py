@@ -18,6 +18,6 @@ class TritonOpsOptions(OpsOptions):
 def register_ops() -> list[Component]:
     return [Component(
         name="triton", options=TritonOpsOptions, factory="glowplug.plugins.ops.triton_ops_runtime:TritonOps",
-        offers=OpsOffers(devices=frozenset({"cuda"}), ops=TABLE | {"route"}, adds_parts=True),
+        offers=OpsOffers(devices=frozenset({"cuda"}), ops=TABLE | {"route", "route_signalling"}, adds_parts=True),
         requires=(Package("triton", ">=3.5"),),
         summary="fused normalisation, rotation, activation and gates in Triton")]

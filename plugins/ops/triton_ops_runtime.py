@@ -31,7 +31,7 @@ class TritonOps(TorchOps):
         self.add_rms_norm = _add_rms_norm
         self.adds_parts = True
         self.silu_and_mul = activation.silu_and_mul
-        self.route = route
+        self.route = self.route_signalling = route
         self.fused: Mapping[tuple[str, str], Callable[..., Any]] = {
             **self.fused, **triton_int8.PRODUCERS,
             ("cast", FP8): _cast_fp8,

@@ -7,9 +7,8 @@ from glowplug.core.component import Component, Package
 from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import SamplerOffers
 from glowplug.core.options import SamplingOptions
+from glowplug.kernels.chunks import LOGPROB_ROWS
 from glowplug.plugins.sampling.torch_sampler import FEATURES
-
-SCORED_ROWS = 256  #: normalised at a time (``kernels.sampling.token_logprobs``)
 
 
 class TritonSamplerOptions(SamplingOptions):
@@ -18,7 +17,7 @@ class TritonSamplerOptions(SamplingOptions):
 
 def scratch_rows(rows: int) -> int:
     """The logits before edits where they are scored, and what a sum of exponentials takes of so many at a time."""
-    return rows + min(rows, SCORED_ROWS)
+    return rows + min(rows, LOGPROB_ROWS)
 
 
 @hookimpl

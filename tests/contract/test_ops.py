@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from glowplug.core.protocols import Ops, Worker
+from glowplug.core.protocols import Ops, SignallingRoute, Worker
 from glowplug.kernels import norm, rope, routing
 from glowplug.plugins.ops import torch_ops, triton_ops
 
@@ -86,6 +86,18 @@ def test_a_gate_in_one_call() -> None:
         dense[0].scatter_(1, ids[:, :3].long(), weights[:, :3])
         dense[1].scatter_(1, wanted[1], wanted[0])
         torch.testing.assert_close(dense[0], dense[1])
+
+
+@pytest.mark.parametrize("tokens", [5, 40])
+def test_a_gate_that_signals(tokens: int) -> None:
+    """The same choice, and experts that were started before it learn that x is there."""
+    ops, x, weight, bias = make_triton(), randn(tokens, 32), randn(8, 32, seed=1), randn(8, seed=2)
+    assert ops.route is not None
+    begun, given = torch.zeros(2, dtype=torch.int32, device=DEVICE), (x, weight, bias, 3, 4, 2, True, 2.0, 1)
+    signalling: SignallingRoute = ops.route_signalling  # type: ignore[attr-defined]
+    for got, wanted in zip(signalling(*given, begun), ops.route(*given), strict=True):
+        assert torch.equal(got, wanted)
+    assert begun.tolist() == [1, 0]
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from glowplug.kernels import sampling
+from glowplug.kernels.chunks import LOGPROB_ROWS
 
 MASK = (1 << 64) - 1
 SIZES = (1, 2, 255, 256, 257, 1000, 5003)
@@ -98,7 +99,7 @@ def test_cutoff_treats_ties_alike() -> None:
 
 def test_token_logprobs_in_chunks() -> None:
     generator = torch.Generator().manual_seed(3)
-    for rows in (0, 1, sampling.LOGPROB_ROWS, 2 * sampling.LOGPROB_ROWS + 5):
+    for rows in (0, 1, LOGPROB_ROWS, 2 * LOGPROB_ROWS + 5):
         logits = torch.randn(rows, 300, generator=generator) * 4
         tokens = torch.randint(0, 300, (rows,), generator=generator)
         token, top_ids, top = sampling.token_logprobs(logits, tokens, 4)

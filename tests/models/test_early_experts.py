@@ -26,17 +26,28 @@ SIZES = MoeSizes(hidden=32, width=16, experts=5, topk=2, shared=32, sigmoid=Fals
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted on CPU tensors")
 
 
-def context(riding: bool) -> BuildContext:
-    """Of one rank; ``riding``: with the gate in one call, and experts in Triton among which is the shared one."""
+def nine_arguments(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, groups: int, topk_groups: int,
+                   renormalize: bool, scale: float, appended: int) -> tuple[Tensor, Tensor]:
+    """``protocols.Route``, and not a word more."""
+    return route(x, weight, bias, k, groups, topk_groups, renormalize, scale, appended)
+
+
+def context(riding: bool, signals: bool = True) -> BuildContext:
+    """Of one rank; ``riding``: with the gate in one call, and experts in Triton among which is the shared one.
+    ``signals``: the table has a gate for experts that were started before it."""
     made: Any = build_context(model_facts(normalise(CONFIGS["v2"])))
     if riding:
-        made.ops.route = route
+        made.ops.route = nine_arguments
+        if signals:
+            made.ops.route_signalling = route
+        else:
+            del made.ops.route_signalling
         made.scheme.fuses_shared = made.plain.fuses_shared = True
     return made  # type: ignore[no-any-return]
 
 
-def filled(riding: bool) -> Moe:
-    mixture, generator = Moe(context(riding), "mlp", SIZES), torch.Generator().manual_seed(0)
+def filled(riding: bool, signals: bool = True) -> Moe:
+    mixture, generator = Moe(context(riding, signals), "mlp", SIZES), torch.Generator().manual_seed(0)
     for target in sorted(mixture.targets(), key=lambda target: target.name):
         target.store((torch.randn(target.shape, generator=generator) * target.shape[-1] ** -0.5)[target.index])
     mixture.finalize()
@@ -62,6 +73,16 @@ def test_the_same_mixture(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(riding.forward(x), plain.forward(x), atol=1e-5, rtol=1e-4)
         assert not riding.experts.method._begun.any()  # type: ignore[attr-defined]
     assert [sign.tolist() for sign in begun] == ([[1, 0]] * 2 if tokens > 32 else [])
+
+
+def test_a_table_without_a_gate_that_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its shared expert rides along all the same, and begins when the gate has chosen."""
+    monkeypatch.setattr(dense_cuda, "dependent", SimpleNamespace(supported=lambda: True))
+    plain, riding = filled(False), filled(True, signals=False)
+    monkeypatch.setattr(dense_cuda.CudaExperts, "start", refused)
+    x = torch.randn(40, SIZES.hidden, generator=torch.Generator().manual_seed(5))
+    assert riding.gate.appended == 2 and not riding.gate.signals
+    torch.testing.assert_close(riding.forward(x), plain.forward(x), atol=1e-5, rtol=1e-4)
 
 
 def test_a_step_that_failed_behind_its_gate_leaves_no_sign(monkeypatch: pytest.MonkeyPatch) -> None:
