@@ -370,22 +370,24 @@ def main() -> int:
         "command": "python -m tests.gpu_combinations " + " ".join(sys.argv[1:]), "cells": len(cells),
         "admitted": len(fitting), "refused": reasons}
     done: list[Done] = []
-    found = said | record(done, len(chosen), started)
+    found = said | record(done, chosen, started)
     for cell, outcome, why in whole(chosen, options.device, options.jobs, options.seconds):
         done.append((cell, outcome, why))
         if why:
             print("FAILED", cell.name, why, flush=True)
-        found = said | record(done, len(chosen), started)
+        found = said | record(done, chosen, started)
         if options.output:  # as it comes: who is stopped has what was run
             write_json(options.output, found)
     print(json.dumps({key: found[key] for key in ("cells", "admitted", "run", "failed", "seconds", "by")}))
     return 1 if found["failed"] else 0
 
 
-def record(done: Sequence[Done], chosen: int, started: float) -> dict[str, Any]:
-    """Of the cells run by now; ``complete`` once all ``chosen`` ones were."""
+def record(done: Sequence[Done], chosen: Sequence[Cell], started: float) -> dict[str, Any]:
+    """Of the cells run by now; ``complete`` once all ``chosen`` ones were, which else are named in ``not_run``."""
     failures = {cell.name: why for cell, _, why in done if why}
-    return {"complete": len(done) == chosen, "run": len(done), "failed": len(failures), "failures": failures,
+    run = {cell for cell, _, _ in done}
+    return {"complete": len(done) == len(chosen), "run": len(done), "failed": len(failures), "failures": failures,
+            "not_run": [cell.name for cell in chosen if cell not in run],
             "seconds": round(time.time() - started),
             "by": {axis: summary(done, axis) for axis in ("model", "attention", "graphs", "steps", "quantization")}}
 

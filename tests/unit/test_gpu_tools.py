@@ -103,6 +103,7 @@ def test_what_a_stopped_run_had_done_is_kept(tmp_path: Path, monkeypatch: pytest
         gpu_combinations.main()
     found = json.loads(file.read_text())
     assert (found["run"], found["failed"], found["complete"]) == (2, 1, False) and found["admitted"] > 2
+    assert len(found["not_run"]) == found["admitted"] - 2
     assert list(found["failures"].values()) == ["AssertionError: other tokens"] and not list(tmp_path.glob("*.tmp"))
 
 
