@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -44,10 +44,11 @@ TAIL = 60  #: lines that are shown of what is not clean
 CAPTURES = ("CUDAGraph", "tests.kernels.replays")  #: a file with one of these words has tests that capture
 ALL_CAPTURE = "test_gpu_replays"  #: what files without another test begin with
 #: makers of tensors with rows that by their contract nobody writes and that are read all the same, because a mask
-#: would cost time: padding of tiles, pairs of absent experts, the end of a list. Under initcheck these tensors are
-#: filled with NaN, or the largest integer, so that a test whose results hung on such a row would fail.
-PADDED = ("moe_align.align", "moe_experts.begin", "moe_gemm.up", "moe_gemm_awq.product", "moe_gemm_fp8.product",
-          "moe_gemm_hopper.up", "moe_gemm_int8.product", "moe_sort.gather_rows", "fp8_quant.empty_quantized")
+#: would cost time: padding of tiles, pairs of absent experts, the end of a list, parts of a row that has fewer. Under
+#: initcheck these tensors are filled with NaN, or the largest integer: a test whose results hung on such a row fails.
+PADDED = ("mha_decode.mha_decode", "mla_decode.mla_decode", "moe_align.align", "moe_experts.begin", "moe_gemm.up",
+          "moe_gemm_awq.product", "moe_gemm_fp8.product", "moe_gemm_hopper.up", "moe_gemm_int8.product",
+          "moe_sort.gather_rows", "fp8_quant.empty_quantized")
 
 
 Job = tuple[Path, str, bool]  #: a file, a tool, the tests that capture?
@@ -109,29 +110,33 @@ class Few:
 
 @contextmanager
 def only_padded_filled() -> Iterator[None]:
-    """torch fills what ``torch.empty`` returns to the makers in PADDED, and nothing else. It fills only where
-    algorithms have to be deterministic, as in the tests."""
+    """torch fills new tensors of the makers in PADDED, and nothing else. It fills only where algorithms have to be
+    deterministic, as in the tests."""
     import torch
 
-    plain, poison = torch.empty, torch.utils.deterministic
-    before = poison.fill_uninitialized_memory  # type: ignore[attr-defined]
+    poison: Any = torch.utils.deterministic
+    before, empty, new_empty = poison.fill_uninitialized_memory, torch.empty, torch.Tensor.new_empty
 
-    def empty(*size: Any, **kind: Any) -> Any:
-        caller = sys._getframe(1)
-        module = caller.f_globals["__name__"].rpartition(".")[2]
-        maker = f"{module}.{caller.f_code.co_qualname.partition('.<locals>')[0]}"
-        poison.fill_uninitialized_memory = maker in PADDED  # type: ignore[attr-defined]
-        made = plain(*size, **kind)
-        poison.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    def telling(make: Callable[..., Any]) -> Any:
+        def made(*args: Any, **kind: Any) -> Any:
+            caller = sys._getframe(1)
+            module = caller.f_globals["__name__"].rpartition(".")[2]
+            maker = f"{module}.{caller.f_code.co_qualname.partition('.<locals>')[0]}"
+            poison.fill_uninitialized_memory = maker in PADDED
+            try:
+                return make(*args, **kind)
+            finally:
+                poison.fill_uninitialized_memory = False
+
         return made
 
-    torch.empty = empty
-    poison.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.empty, torch.Tensor.new_empty = telling(empty), telling(new_empty)  # type: ignore[method-assign]
+    poison.fill_uninitialized_memory = False
     try:
         yield
     finally:
-        torch.empty = plain
-        poison.fill_uninitialized_memory = before  # type: ignore[attr-defined]
+        torch.empty, torch.Tensor.new_empty = empty, new_empty  # type: ignore[method-assign]
+        poison.fill_uninitialized_memory = before
 
 
 def run_tests(file: str, tool: str, captured: bool, seconds: float) -> int:
