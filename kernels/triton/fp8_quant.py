@@ -18,6 +18,7 @@ GROUP = 128
 CHUNK = 8  #: groups a program quantises where a token's groups do not depend on each other,
 CHUNK_OF_MANY = 16  #: and where programs are many
 MANY = 1024  #: tokens
+ROWS = 2  #: rows a program activates where some only fill tiles up
 
 
 @triton.jit
@@ -47,20 +48,36 @@ def _quantize(x, values, scales, x_stride, size, scale_stride, GROUPS: tl.conste
 
 
 @triton.jit(do_not_specialize=["scale_stride"])
-def _silu_and_mul(x, filled, values, scales, x_stride, size, scale_stride, GROUPS: tl.constexpr, FILLED: tl.constexpr,
-                  DEPENDENT: tl.constexpr):
+def _silu_and_mul(x, values, scales, x_stride, size, scale_stride, GROUPS: tl.constexpr, DEPENDENT: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < size
     dependent.begin(DEPENDENT)
     dependent.wait(DEPENDENT)
-    if FILLED:
-        if row >= tl.load(filled):
-            return
     gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_stride + size + column, mask=inside, other=0.0).to(tl.float32)
     store_quantized(gate / (1.0 + tl.exp(-gate)) * up, values, scales, row, group, column, size, scale_stride)
+
+
+@triton.jit(do_not_specialize=["total_pairs", "scale_stride"])
+def _silu_and_mul_pairs(x, pairs, filled, values, scales, total_pairs, x_stride, size, scale_stride, ROWS: tl.constexpr,
+                        GROUPS: tl.constexpr, DEPENDENT: tl.constexpr):
+    """ROWS rows a program, of which those without a pair are neither read nor written."""
+    at = tl.arange(0, ROWS * GROUPS)
+    row, group = tl.program_id(0) * ROWS + at // GROUPS, tl.program_id(1) * GROUPS + at % GROUPS
+    column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    dependent.begin(DEPENDENT)
+    dependent.wait(DEPENDENT)
+    if tl.program_id(0) * ROWS >= tl.load(filled):
+        return
+    real = tl.load(pairs + row) < total_pairs
+    inside, line = real[:, None] & (column < size), row.to(tl.int64)[:, None]
+    gate = tl.load(x + line * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + line * x_stride + size + column, mask=inside, other=0.0).to(tl.float32)
+    stored, scale = quantize_rows(gate / (1.0 + tl.exp(-gate)) * up)
+    tl.store(values + line * size + column, stored, mask=inside)
+    tl.store(scales + group.to(tl.int64) * scale_stride + row, scale, mask=real & (group * 128 < size))
 
 
 def empty_quantized(rows: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -89,14 +106,26 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     return values, scales
 
 
-def silu_and_mul(x: Tensor, filled: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """x [T, 2N], gate then up -> silu(gate) * up, quantised from float32; of the first ``filled`` int32 [1] rows."""
+def silu_and_mul(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, 2N], gate then up -> silu(gate) * up, quantised from float32."""
     x = _rows(x)
     rows, size = x.shape[0], x.shape[1] // 2
     values, scales = empty_quantized(rows, size, x.device)
     if rows:
         groups = CHUNK if rows < MANY else CHUNK_OF_MANY
         _silu_and_mul[(rows, triton.cdiv(scales.shape[1], groups))](
-            x, filled, values, scales, x.stride(0), size, scales.stride(1), GROUPS=groups, FILLED=filled is not None,
-            num_warps=4, **dependent.options())
+            x, values, scales, x.stride(0), size, scales.stride(1), GROUPS=groups, num_warps=4, **dependent.options())
+    return values, scales
+
+
+def silu_and_mul_pairs(x: Tensor, pairs: Tensor, filled: Tensor, total_pairs: int) -> tuple[Tensor, Tensor]:
+    """The same of rows in order of experts, x [R, 2N] with R even: of the first ``filled`` int32 [1] (even, too) those
+    whose ``pairs`` int32 [R] are below ``total_pairs``. The others, which fill tiles up, are not written."""
+    x = _rows(x)
+    rows, size = x.shape[0], x.shape[1] // 2
+    values, scales = empty_quantized(rows, size, x.device)
+    groups = min(CHUNK_OF_MANY, triton.next_power_of_2(scales.shape[1]))
+    _silu_and_mul_pairs[(rows // ROWS, triton.cdiv(scales.shape[1], groups))](
+        x, pairs, filled, values, scales, total_pairs, x.stride(0), size, scales.stride(1), ROWS=ROWS, GROUPS=groups,
+        num_warps=4, **dependent.options())
     return values, scales

@@ -66,12 +66,24 @@ def _empty(tile, experts, filled, BLOCK_M: tl.constexpr, ALIGNED: tl.constexpr):
     return empty
 
 
+@triton.jit
+def _part(tiles, ORDER: tl.constexpr):
+    """(tile, block of columns) of this program. Programs side by side have the columns of one tile, or all tiles one
+    after another with the same columns."""
+    if ORDER == "columns":
+        blocks = tl.num_programs(0) // tiles
+        tile, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    else:
+        tile, block = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    return tile, block
+
+
 @triton.jit(do_not_specialize=["tiles", "total_pairs", "xs_stride", "ws_stride", "ws_expert"])
 def _product(x, x_scales, weight, stored, w_scales, out, routed, pairs, experts, filled, tiles, total_pairs, columns,
              depth, x_stride, xs_stride, ws_expert, ws_stride,
              PER_TOKEN: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-             SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr, FETCH: tl.constexpr,
-             DEPENDENT: tl.constexpr):
+             SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr, ORDER: tl.constexpr,
+             FETCH: tl.constexpr, DEPENDENT: tl.constexpr):
     """out[pair] = x[pair // PER_TOKEN] W_expert^T, times the pair's routing weight where ``WEIGHTED``.
 
     ``FETCH`` above 0: the kernel before began after the alignment was complete, so only its result is waited for.
@@ -79,11 +91,11 @@ def _product(x, x_scales, weight, stored, w_scales, out, routed, pairs, experts,
     if FETCH == 0:
         dependent.wait(DEPENDENT)
     dependent.begin(DEPENDENT)
-    tile = tl.program_id(0) % tiles
+    tile, block = _part(tiles, ORDER)
     if _empty(tile, experts, filled, BLOCK_M, ALIGNED):
         dependent.wait(DEPENDENT)
         return
-    first = tl.program_id(0) // tiles * BLOCK_N
+    first = block * BLOCK_N
     pair, expert, real = _pairs_of(tile, pairs, experts, total_pairs, BLOCK_M, ALIGNED)
     if FETCH > 0:
         if DEPENDENT:
@@ -110,14 +122,14 @@ def _product(x, x_scales, weight, stored, w_scales, out, routed, pairs, experts,
 def _gated(x, x_scales, weight, stored, w_scales, values, scales, pairs, experts, filled, tiles, total_pairs,
            inter, depth, x_stride, xs_stride, ws_expert, ws_stride, scale_stride,
            PER_TOKEN: tl.constexpr, BLOCK_M: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
-           ALIGNED: tl.constexpr, DEPENDENT: tl.constexpr):
+           ALIGNED: tl.constexpr, ORDER: tl.constexpr, DEPENDENT: tl.constexpr):
     """values[pair], scales[pair] = quantised silu(x G^T) * (x U^T), 128 columns a program."""
     dependent.wait(DEPENDENT)
     dependent.begin(DEPENDENT)  # behind the wait: what begins now may read the alignment
-    tile = tl.program_id(0) % tiles
+    tile, block = _part(tiles, ORDER)
     if _empty(tile, experts, filled, BLOCK_M, ALIGNED):
         return
-    first = tl.program_id(0) // tiles * 128
+    first = block * 128
     pair, expert, real = _pairs_of(tile, pairs, experts, total_pairs, BLOCK_M, ALIGNED)
     k = tl.arange(0, 128)
     row = tl.where(real, pair // PER_TOKEN, 0)
@@ -179,7 +191,12 @@ def fetch_of(tile: int) -> int:
 
 @lru_cache(maxsize=4096)
 def config_for(tokens: int, per_token: int, experts: int, inter: int, hidden: int) -> Config:
-    """``first`` and ``second`` product, rows a tile (``BLOCK_M``), and whether the first activates (``FUSE``)."""
+    """``first`` and ``second`` product, rows a tile (``BLOCK_M``), whether the first activates (``FUSE``), and whether
+    a tile is one pair (``PAIRED``; left out: no).
+
+    A product: columns a program (``BLOCK_N``), are weights the left operand (``SWAP``) and read through descriptors
+    (``TMA``), whose programs lie side by side (``ORDER``: "columns" of one tile or, left out, "tiles"), warps, stages.
+    """
     return tuned.measured_for(table_name(experts, inter, hidden), tokens) or rule(tokens, per_token, experts)
 
 
@@ -214,8 +231,8 @@ def tiles_of(ids: Tensor, experts: int, config: Config) -> Tiles:
 
 def _options(config: Config, tile: int, depth: int, columns: int, tiles: Tiles) -> dict[str, Any]:
     """Compile-time arguments of one product."""
-    return {**config, **dependent.options(), "BLOCK_M": tile, "EVEN": depth % BLOCK == 0, "ALIGNED": tiles.aligned,
-            "TMA": config["TMA"] and depth % 16 == 0 and columns % config["BLOCK_N"] == 0}
+    return {"ORDER": "tiles", **config, **dependent.options(), "BLOCK_M": tile, "EVEN": depth % BLOCK == 0,
+            "ALIGNED": tiles.aligned, "TMA": config["TMA"] and depth % 16 == 0 and columns % config["BLOCK_N"] == 0}
 
 
 def product(x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, tiles: Tiles, tile: int, pairs: int,

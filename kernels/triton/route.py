@@ -2,13 +2,15 @@
 
 The score product is shared out among programs, over experts and, for few tokens, over its depth too. Where choosing is
 little work, the program that ends last for a block of tokens adds up the parts and chooses; it is found by a ticket
-that it sets back to zero. Otherwise a second launch chooses, a warp a token.
+that it sets back to zero. Otherwise a second launch chooses, a warp a token, and from ``MANY`` tokens on the scores
+before it are a library's product.
 """
 from __future__ import annotations
 
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,6 +20,7 @@ from glowplug.kernels.triton import dependent
 VECTOR = 4  #: tokens up to which scores are matrix-vector products
 DEEPEST = 8192  #: channels up to which they may be
 AT_ONCE = 128  #: experts up to which the last program chooses for a block of tokens, if they form no groups
+MANY = 256  #: tokens from which a library's product of 16-bit numbers is faster, where more than AT_ONCE experts score
 WIDE = 1024  #: tokens from which blocks are large
 PROGRAMS = 512  #: about as many as keep a device busy
 TICKETS = 16384
@@ -193,6 +196,17 @@ def _blocks(tokens: int, experts: int, hidden: int) -> tuple[int, int, int, int]
     return rows, columns, depth, max(1, min(8, PROGRAMS // programs, hidden // (2 * depth)))
 
 
+def _library_pays(x: Tensor, weight: Tensor) -> bool:
+    return x.shape[0] >= MANY and weight.shape[0] > AT_ONCE and x.dtype == weight.dtype != torch.float32
+
+
+def _library_scores(x: Tensor, weight: Tensor) -> Tensor:
+    """float32 [T, E], added up in float32."""
+    if x.is_cuda:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return F.linear(x.float(), weight.float())
+
+
 def route(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, groups: int, topk_groups: int, renormalize: bool,
           scale: float, appended: int, begun: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """x [T, H] rows strided at will, weight [E, H] -> weights float32 [T, K + A], ids int32 [T, K + A].
@@ -207,18 +221,23 @@ def route(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, groups: int, t
     weights = torch.empty(ids.shape, device=x.device)
     if not tokens:
         return weights, ids
-    bt, be, bk, splits = _blocks(tokens, experts, hidden)
-    split_depth = triton.cdiv(triton.cdiv(hidden, bk), splits) * bk
-    logits = torch.empty(splits, tokens, experts, device=x.device)
     grouped = topk_groups < groups
     g2, per2 = ((triton.next_power_of_2(groups), triton.next_power_of_2(experts // groups)) if grouped
                 else (1, triton.next_power_of_2(experts)))
+    rule = {"GROUPS": groups if grouped else 1, "TOPK_GROUPS": topk_groups if grouped else 1, "G2": g2, "PER2": per2,
+            "TOPK": k, "APPENDED": appended, "OUT2": triton.next_power_of_2(k + appended),
+            "SIGMOID": bias is not None, "RENORMALIZE": renormalize}
+    if begun is None and _library_pays(x, weight):
+        _choose_each[(tokens,)](_library_scores(x, weight), bias, weights, ids, tokens, experts, scale, num_warps=1,
+                                SPLITS=1, DEPENDENT=False, **rule)
+        return weights, ids
+    bt, be, bk, splits = _blocks(tokens, experts, hidden)
+    split_depth = triton.cdiv(triton.cdiv(hidden, bk), splits) * bk
+    logits = torch.empty(splits, tokens, experts, device=x.device)
     e_blocks, blocks = triton.cdiv(experts, be), triton.cdiv(tokens, bt)
     assert blocks <= TICKETS, "more tokens than a step may hold"
     at_once = bt == 1 or (not grouped and experts <= AT_ONCE)
-    choice = dict(GROUPS=groups if grouped else 1, TOPK_GROUPS=topk_groups if grouped else 1, G2=g2, PER2=per2, TOPK=k,
-                  APPENDED=appended, OUT2=triton.next_power_of_2(k + appended), SIGMOID=bias is not None,
-                  RENORMALIZE=renormalize, SPLITS=splits, **dependent.options())
+    choice = {**rule, "SPLITS": splits, **dependent.options()}
     _route[(e_blocks * splits, blocks)](
         x, weight, bias, logits, (tickets := _tickets(x.device)), tickets if begun is None else begun, weights, ids,
         tokens, experts, hidden, x.stride(0), scale, split_depth, E_BLOCKS=e_blocks, BT=bt, BE=be, BK=bk,

@@ -46,7 +46,7 @@ class Grouped:
         values, scales, place = gather_rows(x, x_scales, order, ids)
         hidden = self._product((values, scales), w13, scales13, order)
         del values, scales
-        inner = fp8_quant.silu_and_mul(hidden, order.num_padded)
+        inner = fp8_quant.silu_and_mul_pairs(hidden, order.sorted_pairs, order.num_padded, ids.numel())
         del hidden
         outer = self._product(inner, w2, scales2, order)
         del inner

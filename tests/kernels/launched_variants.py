@@ -2,7 +2,7 @@
 
 Launches are recorded instead of done: constants, dtypes, and how Triton specialises integers and pointers. Printed are
 kernels with variants that steps of the warm-up and captured ones do not reach, with token counts that do. The shapes
-are DeepSeek-V2-Lite's with the tables of an H200.
+are DeepSeek-V2-Lite's with the tables of an H200, and its gate's as well as V3's.
 """
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from glowplug.kernels.triton import dependent, mla_decode, moe_experts, moe_gemm
 from glowplug.plugins.graphs.cuda_graph import default_sizes
 
 HIDDEN, EXPERTS, SHARED, TOPK, INTER, HEADS, CONTEXT, PAGE = 2048, 64, 2, 6, 1408, 16, 4096, 64
+V3 = (256, 7168)  #: experts and channels of its gate
 BF16 = torch.bfloat16
 Launches = defaultdict[str, dict[Any, list[int]]]
 
@@ -48,6 +49,7 @@ def record(into: Launches, now: SimpleNamespace) -> None:
 
     JITFunction.run = run
     torch.mm = torch.addmm = uncomputed
+    route._library_scores = lambda x, weight: torch.empty(len(x), len(weight))
     dependent.options = lambda: {"DEPENDENT": True, "launch_pdl": True}
     moe_gemm_hopper.processors = lambda device: 132
     tuned.device_name, tuned.triton_version = (lambda: "NVIDIA_H200"), (lambda: "3.6")
@@ -63,12 +65,13 @@ def token_launches(counts: list[int]) -> Launches:
     """Gate, experts and norms of steps of so many tokens."""
     found, now = Launches(dict), SimpleNamespace(count=0)
     record(found, now)
-    gate = torch.empty(EXPERTS, HIDDEN)
+    gate, of_v3, bias = torch.empty(EXPERTS, HIDDEN), torch.empty(V3, dtype=BF16), torch.empty(V3[0])
     w13 = torch.empty(EXPERTS + SHARED, 2 * INTER, HIDDEN, dtype=BF16)
     w2 = torch.empty(EXPERTS + SHARED, HIDDEN, INTER, dtype=BF16)
     for now.count in counts:
         x = torch.empty(now.count, HIDDEN, dtype=BF16)
         route.route(x, gate, None, TOPK, 1, 1, False, 1.0, SHARED)
+        route.route(torch.empty(now.count, V3[1], dtype=BF16), of_v3, bias, 8, 8, 4, True, 2.5, 1)
         ids = torch.empty(now.count, TOPK + SHARED, dtype=torch.int32)
         rows, named = moe_experts.products(x, w13, w2, ids, torch.empty(ids.shape), shared=SHARED)
         norm.add_rms_norm(rows, x, x[0], 1e-6, named)

@@ -75,6 +75,25 @@ def test_into_fp8(tokens: int, size: int) -> None:
     check(made)
 
 
+@pytest.mark.parametrize("rows,size", [(6, 192), (130, 2048)])
+def test_activation_of_rows_with_a_pair(rows: int, size: int) -> None:
+    def made(seed: int) -> Case:
+        x, drawn = randn(seed, rows, 2 * size), torch.rand(rows, generator=torch.Generator().manual_seed(seed))
+        pairs = torch.where(drawn < 0.7, torch.arange(rows), rows).int().cuda()
+        filled = torch.tensor([rows - 2 * seed], dtype=torch.int32, device="cuda")
+
+        def of_pairs(whole: Tensor) -> Tensor:
+            return torch.where(((pairs < rows) & (torch.arange(rows, device="cuda") < filled))[:, None], whole, 0.0)
+
+        def want() -> Tensor:
+            return of_pairs(silu_reference(x.double()))
+
+        return Case((x, pairs, filled), lambda: fp8_quant.silu_and_mul_pairs(x, pairs, filled, rows), want,
+                    lambda: format_error(want()), lambda results: (of_pairs(of_format(*results)),))
+
+    check(made)
+
+
 @pytest.mark.parametrize("tokens,size", [(1, 1408), (5, 30), (66, 2048)])
 def test_silu_and_mul(tokens: int, size: int) -> None:
     def made(seed: int) -> Case:

@@ -51,9 +51,11 @@ def test_experts(tokens: int) -> None:
     check(made)
 
 
+@pytest.mark.parametrize("order", ["tiles", "columns"])
 @pytest.mark.parametrize("tokens", [1, 5, 33, 300])
-def test_fp8_experts(tokens: int) -> None:
+def test_fp8_experts(tokens: int, order: str) -> None:
     rule = dict(moe_gemm_fp8.rule(tokens, 4, 11))
+    rule |= {part: {**rule[part], "ORDER": order} for part in ("first", "second")}
 
     def made(seed: int) -> Case:
         x, (ids, weights) = randn(seed, tokens, 512), chosen(seed, tokens, 11, 4)
@@ -133,7 +135,7 @@ def test_sums(tokens: int, k: int, size: int) -> None:
     check(made)
 
 
-@pytest.mark.parametrize("tokens", [1, 9, 130])
+@pytest.mark.parametrize("tokens", [1, 9, 130, 300])
 @pytest.mark.parametrize("experts,hidden,k,groups,best,sigmoid",
                          [(64, 2048, 6, 1, 1, False), (256, 7168, 8, 8, 4, True)])
 def test_route(tokens: int, experts: int, hidden: int, k: int, groups: int, best: int, sigmoid: bool) -> None:

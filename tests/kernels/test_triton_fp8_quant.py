@@ -61,10 +61,23 @@ def test_silu_and_mul(shape: tuple[int, int], many: int, monkeypatch: pytest.Mon
     wanted = silu_and_mul(x.clone())
     agree(fp8_quant.silu_and_mul(x), wanted)
     agree(fp8_quant.quantize(wanted), wanted)
-    filled = torch.tensor([max(1, shape[0] // 2)], dtype=torch.int32, device=x.device)
-    x[int(filled) :] = torch.nan  # what lies behind is not read
-    values, scales = fp8_quant.silu_and_mul(x, filled)
-    agree((values[: int(filled)], scales[: int(filled)]), wanted[: int(filled)])
+
+
+@pytest.mark.parametrize(("rows", "size"), [(2, 128), (6, 192), (32, 1408), (16, 2048), (4, 2200)])
+def test_silu_and_mul_of_rows_with_a_pair(rows: int, size: int) -> None:
+    """Bit by bit as of all rows; what fills tiles up or lies behind them is neither read nor written."""
+    generator, total = torch.Generator().manual_seed(rows + size), 3 * rows
+    x, filled = draw(rows, 2 * size, size), max(2, rows // 4 * 2)
+    every, of_every = fp8_quant.silu_and_mul(x)
+    real = torch.rand(rows, generator=generator) < 0.6
+    real[0], real[1], real[filled:] = True, False, False
+    pairs = torch.where(real, torch.randperm(total, generator=generator)[:rows], total).to(torch.int32).to(DEVICE)
+    x[~real] = torch.nan
+    values, scales = fp8_quant.silu_and_mul_pairs(
+        x, pairs, torch.tensor([filled], dtype=torch.int32, device=DEVICE), total)
+    assert torch.equal(values[real].view(torch.uint8), every[real].view(torch.uint8))
+    assert torch.equal(scales[real], of_every[real]) and scales.shape == of_every.shape
+    assert values[~real].float().isnan().all() and scales[~real].isnan().all(), "still what was there: see conftest"
 
 
 @pytest.mark.parametrize("shape", SHAPES)

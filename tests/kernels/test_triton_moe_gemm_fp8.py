@@ -15,7 +15,7 @@ if DEVICE == "cpu":
 
 from glowplug.kernels import fp8  # noqa: E402
 from glowplug.kernels.activation import silu_and_mul  # noqa: E402
-from glowplug.kernels.triton import fp8_quant, moe_gemm_fp8  # noqa: E402
+from glowplug.kernels.triton import fp8_quant, moe_gemm_fp8, tuned  # noqa: E402
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 #: inner activations beside a rounding boundary may fall either way; the interpreter casts some of them wrongly
@@ -94,6 +94,32 @@ def test_one_product(swap: bool, hidden: int) -> None:
 def test_experts(config: str, tokens: int, hidden: int, inter: int) -> None:
     case = Case(tokens, 2, 4, hidden, inter, seed=tokens)
     close(case.found(CONFIGS[config]), case.wanted())
+
+
+@pytest.mark.parametrize("config", list(CONFIGS))
+@pytest.mark.parametrize("tokens, hidden, inter", [(2, 256, 256), (7, 200, 128)])
+def test_the_order_of_programs_changes_no_bit(config: str, tokens: int, hidden: int, inter: int) -> None:
+    case = Case(tokens, 2, 5, hidden, inter, seed=tokens)
+    case.ids[0, 1] = -1
+    known = CONFIGS[config]
+    wanted = case.found(known)
+    close(wanted, case.wanted())
+    for first, second in (("columns", "columns"), ("tiles", "columns")):
+        found = case.found({**known, "first": {**known["first"], "ORDER": first},
+                            "second": {**known["second"], "ORDER": second}})
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(("tokens", "rows", "columns"), [
+    (128, 16, ()), (191, 16, ()), (192, 16, ("second",)), (383, 16, ("second",)), (384, 32, ("first", "second")),
+    (639, 32, ("first", "second")), (640, 32, ("second",)), (895, 32, ("second",)), (1023, 32, ("second",))])
+def test_the_table_of_v3(tokens: int, rows: int, columns: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of its products have columns side by side, and by tiles of how many rows; decoding steps have none."""
+    monkeypatch.setattr(tuned, "device_name", lambda: "NVIDIA_H200")
+    monkeypatch.setattr(tuned, "triton_version", lambda: "3.6")
+    found = moe_gemm_fp8.config_for.__wrapped__(tokens, 9, 257, 2048, 7168)
+    assert found["BLOCK_M"] == rows
+    assert tuple(part for part in ("first", "second") if found[part].get("ORDER") == "columns") == columns
 
 
 def test_experts_elsewhere_count_for_nothing() -> None:

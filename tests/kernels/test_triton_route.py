@@ -14,6 +14,7 @@ from glowplug.kernels.triton.route import route
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
+HALF = torch.bfloat16 if GPU else torch.float16  #: the interpreter does not multiply the former
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, groups: int, topk_groups: int, renormalize: bool,
@@ -50,6 +51,20 @@ def draw(tokens: int, experts: int, hidden: int, sigmoid: bool, seed: int, dtype
     return x.to(DEVICE), weight.to(DEVICE), bias
 
 
+@pytest.fixture
+def scored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of tokens whose scores were a library's product."""
+    found: list[int] = []
+    product = triton_route._library_scores
+
+    def counted(x: Tensor, weight: Tensor) -> Tensor:
+        found.append(len(x))
+        return product(x, weight)
+
+    monkeypatch.setattr(triton_route, "_library_scores", counted)
+    return found
+
+
 @pytest.mark.parametrize(("tokens", "experts", "hidden", "k", "groups", "topk_groups", "appended"), [
     (1, 8, 24, 2, 1, 1, 0), (3, 9, 40, 3, 1, 1, 2), (5, 12, 30, 4, 3, 2, 1), (18, 40, 70, 3, 4, 2, 1),
     (2, 16, 1030, 8, 8, 4, 0), (7, 20, 16, 6, 1, 1, 2)])
@@ -84,6 +99,49 @@ def test_equal_scores_and_no_numbers(sigmoid: bool) -> None:
         return
     again = route(x, weight, bias, 6, 1, 1, True, 1.0, 1)
     assert torch.equal(again[1], ids)
+
+
+@pytest.mark.parametrize("tokens", [5, 6, 7])
+@pytest.mark.parametrize(("experts", "k", "groups", "topk_groups", "appended", "sigmoid"), [
+    (129, 3, 1, 1, 2, False), (132, 4, 3, 2, 1, True), (132, 4, 3, 2, 0, False), (160, 8, 1, 1, 1, True)])
+def test_from_where_on_a_library_scores(tokens: int, experts: int, k: int, groups: int, topk_groups: int, appended: int,
+                                        sigmoid: bool, scored: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_route, "MANY", 6)
+    x, weight, bias = draw(tokens, experts, 24, sigmoid, tokens, HALF)
+    check(torch.cat([x, x], 1)[:, :24], weight, bias, k, groups, topk_groups, sigmoid, 2.5, appended)
+    assert scored == [tokens] * (tokens >= 6)
+
+
+def test_what_a_library_scores(scored: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not few tokens, few experts or float32 weights, and not for a gate that has to say when x is there."""
+    for tokens, experts, dtype, pays in ((255, 256, torch.bfloat16, False), (256, 256, torch.bfloat16, True),
+                                         (4096, 128, torch.bfloat16, False), (256, 129, torch.float16, True),
+                                         (256, 256, torch.float32, False)):
+        x, weight = torch.empty(tokens, 8, dtype=dtype), torch.empty(experts, 8, dtype=dtype)
+        assert triton_route._library_pays(x, weight) is pays
+    assert not triton_route._library_pays(torch.empty(256, 8).bfloat16(), torch.empty(256, 8))
+    monkeypatch.setattr(triton_route, "MANY", 6)
+    x, weight, _ = draw(6, 130, 16, False, 0, HALF)
+    begun, rest = torch.zeros(1, dtype=torch.int32, device=DEVICE), (None, 2, 1, 1, True, 1.0, 0)
+    wanted = route(x, weight, *rest)
+    _, found = route(x, weight, *rest, begun)
+    assert scored == [6] and int(begun) == 1 and torch.equal(found, wanted[1])
+
+
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_a_library_s_scores_give_the_same_bits(sigmoid: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small whole numbers, whose sums are exact in any order: many ties, and rows that are no numbers."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randint(-2, 3, shape, generator=generator).to(DEVICE, HALF)
+                 for shape in ((9, 48), (132, 48)))
+    x[3], x[5, 7] = float("nan"), float("nan")
+    bias = torch.randint(-1, 2, (132,), generator=generator).mul(0.25).to(DEVICE) if sigmoid else None
+    found = []
+    for least in (1, 10):
+        monkeypatch.setattr(triton_route, "MANY", least)
+        found.append(route(x, weight, bias, 6, 4, 2, sigmoid, 2.5, 1))
+    assert torch.equal(found[0][1], found[1][1])
+    torch.testing.assert_close(*(weights for weights, _ in found), rtol=0, atol=0, equal_nan=True)
 
 
 def test_no_tokens() -> None:

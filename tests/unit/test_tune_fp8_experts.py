@@ -22,6 +22,8 @@ def test_candidates_fit_and_pair_up(tokens: int) -> None:
         weights = 2 if kind == "gated" else 1
         assert config["num_stages"] * (weights * config["BLOCK_N"] + config["BLOCK_M"]) * 128 <= 225_000
         assert kind != "gated" or config["BLOCK_N"] == 128
+    orders = {kind: {config.get("ORDER") for each, config in found if each == kind} for kind, _ in found}
+    assert orders["second"] == ({None, "columns"} if tokens == 512 else {None}), "of few rows an expert, but not of one"
 
 
 def test_the_cheapest_pair_shares_a_tile_size() -> None:
