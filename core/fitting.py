@@ -195,6 +195,7 @@ class RankMemory:
             for line, run in self._steps(runner):
                 self._peak(runner, line, run)
             steps_between(runner, self.plan)
+            self.gauge.settle()  # blocks as these steps needed them fit few of the requests'
             self.gauge.restart()
 
     # ---- words ------------------------------------------------------------------------------------------------------

@@ -95,11 +95,12 @@ def most_logits(runner: Runner, plan: EnginePlan) -> None:
 
 
 def steps_between(runner: Runner, plan: EnginePlan) -> None:
-    """Steps with prompts that no graph holds, of more and more tokens and beside more and more decoding rows.
+    """Steps with prompts that no graph holds, of fewer and fewer tokens and beside fewer and fewer decoding rows.
 
     Which kernels run, and how they are compiled, depends on both numbers; no request is to wait for a compiler.
+    NOTE: the largest first, since tensors that grow from step to step fit none of the blocks of the steps before.
     """
-    for decodes, tokens in counts_between(plan.sizes):
+    for decodes, tokens in reversed(counts_between(plan.sizes)):
         runner.launch(_mixed(plan, decodes, tokens - decodes)).wait()  # of garbage, finite or not
 
 

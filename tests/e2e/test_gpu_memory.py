@@ -73,9 +73,11 @@ def lines_off(memory: Lines, kv_bytes: int, alone: bool, first: bool) -> Lines:
     return off
 
 
-def alloc_retries() -> int:
-    """How often the allocator of this process had to give memory back before it could take some."""
-    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0)) if torch.cuda.is_initialized() else 0
+def given_back() -> tuple[int, int]:
+    """How often this process's allocator gave memory back before it could take some, and how often that was too
+    little."""
+    found = torch.cuda.memory_stats() if torch.cuda.is_initialized() else {}
+    return int(found.get("num_alloc_retries", 0)), int(found.get("num_ooms", 0))
 
 
 def show(name: str, memory: Lines) -> None:
@@ -84,23 +86,29 @@ def show(name: str, memory: Lines) -> None:
         print(f"{name:12} {line:14} {cells} MiB")
 
 
-def checked(name: str, llm: LLM, alone: bool, share: float, retries: int) -> None:
-    """Every named line is as planned, what is measured twice is the same in service, and the device's ``share`` is
-    kept. ``retries``: of the allocator, before."""
+def checked(name: str, llm: LLM, alone: bool, share: float, before: tuple[int, int]) -> None:
+    """Every named line is as planned, what is measured twice is the same in service, nothing ran out of memory.
+
+    Where segments grow the device's ``share`` is kept too, and no step waits for memory to be given back; blocks that
+    keep their size leave more unused the more numbers of tokens steps have had. ``before``: ``given_back`` before it.
+    """
     info = llm.control("info")
     memory, used = info["memory"], llm.control("memory")["device_used"]
+    retries, failures = (now - then for now, then in zip(given_back(), before))
     alone = alone and processes() in (-1, 1)
     STARTED.append(name)
     show(name, memory)
     seconds = {phase: round(taken, 2) for phase, taken in info["startup_seconds"].items()}
     total = torch.cuda.mem_get_info()[1]
     print(name, info["max_total_num_tokens"], "tokens", seconds, "alone" if alone else "not alone",
-          f"used {used / 2**20:.0f} of {total * share / 2**20:.0f} MiB")
+          f"used {used / 2**20:.0f} of {total * share / 2**20:.0f} MiB, the allocator gave back", retries, "times")
     off = lines_off(memory, info["kv_bytes"], alone, STARTED == [name])
     assert not off, off
-    assert alloc_retries() == retries, "the allocator had to give memory back in a step"
+    assert not failures, "out of memory in a step"
     assert memory["step"]["served"] <= memory["step"]["measured"] * (1 + NEAR) + SMALL, memory["step"]
-    assert not alone or used <= total * share + SMALL
+    if llm.plan.growing_segments:
+        assert not retries, "the allocator had to give memory back in a step"
+        assert not alone or used <= total * share + SMALL
 
 
 @pytest.mark.parametrize(("name", "steps"), [("v2", 0), ("v3", 0), ("v3", 2), ("v3_fp8", 0), ("llama", 0)])
@@ -108,19 +116,19 @@ def test_lines_of_tiny_models(name: str, steps: int, tmp_path: Path) -> None:
     changes = {"num_nextn_predict_layers": 1} if steps else {}
     config: dict[str, Any] = {"speculative": {"use": "nextn", "steps": steps}} if steps else {}
     folder, alone = write_config(tmp_path, name, **changes), processes() <= bool(STARTED)
-    retries = alloc_retries()
+    before = given_back()
     with LLM(model=str(folder), device="cuda", weights={"use": "random"}, skip_tokenizer=True, dtype="bfloat16",
              memory={"fraction": 0.5}, **config) as llm:
         rng = np.random.default_rng(0)
         llm.generate([rng.integers(2, VOCAB, 50).tolist() for _ in range(300)], EVERYTHING)
-        checked(f"{name}+{steps}", llm, alone, 0.5, retries)
+        checked(f"{name}+{steps}", llm, alone, 0.5, before)
 
 
 @pytest.mark.parametrize(("name", "layers"), [("deepseek-v2-lite", 3), ("deepseek-v3", 4)])
 def test_lines_of_published_shapes_with_a_full_cache(name: str, layers: int, tmp_path: Path) -> None:
     """512 requests over a pool that takes all that is left: no error, and no step beyond what was measured."""
     folder, alone = shape(tmp_path, name, num_hidden_layers=layers, num_nextn_predict_layers=0), processes() <= 0
-    retries = alloc_retries()
+    before = given_back()
     with LLM(model=str(folder), device="cuda", weights={"use": "random"}, skip_tokenizer=True, context_length=32768,
              scheduler={"max_running_requests": 512}) as llm:
         rng = np.random.default_rng(0)
@@ -128,7 +136,7 @@ def test_lines_of_published_shapes_with_a_full_cache(name: str, layers: int, tmp
         short = [(i, c.finish_reason, c.error, len(c.prompt_token_ids), c.token_ids)
                  for i, c in enumerate(done) if len(c.token_ids) != EVERYTHING.max_tokens]
         assert not short, (len(short), short[:4])
-        checked(name, llm, alone, 1 - RESERVE, retries)
+        checked(name, llm, alone, 1 - RESERVE, before)
         free, total = torch.cuda.mem_get_info()
         kept = llm.control("info")["memory"]["step"]["measured"] + RESERVE * total
         assert not alone or free <= 1.1 * kept + (4 << 30), "the pool takes what is left"

@@ -40,6 +40,7 @@ def test_they_reach_every_number_and_leave_no_trace(tmp_path: Path, monkeypatch:
             patch.setattr(Runner, "launch", watch)
             steps_between(runner, replace(llm.plan, sizes=replace(llm.plan.sizes, pass_tokens=passes)))
         assert [done.token_ids for done in llm.generate(PROMPTS, GREEDY)] == before
+    tried.reverse()  # the largest comes first
     tokens = [batch.num_tokens for batch in tried]
     assert tokens == sorted(tokens) and tokens[-1] <= 256 + 64
     assert {batch.mode for batch in tried} == {Mode.PREFILL}
