@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from glowplug.kernels.triton import moe_gemm, moe_gemm_hopper, moe_gemv, moe_shared, tuned
+from glowplug.kernels.triton import moe_gemm, moe_gemm_hopper, moe_gemv, moe_shared, route, tuned
 from glowplug.kernels.triton.moe_align import align, max_blocks
 from glowplug.kernels.triton.moe_gemm import Early
 from glowplug.kernels.triton.moe_sum import moe_sum
@@ -21,7 +21,9 @@ from glowplug.kernels.triton.tuned import Config
 
 FEW = 1  #: tokens whose experts do not overlap, so that nothing is read twice
 DENSE = 16  #: tokens that fit into one tile
-FEWEST_EARLY, MOST_EARLY = 5, 128  #: tokens for which everybody's experts begin before the gate has chosen
+#: Tokens for which everybody's experts begin before the gate has chosen. NOTE: their programs hold multiprocessors while
+#: they wait for the gate's sign (V2-Lite: 132 at most); they start when the gate's and the alignment's all have.
+FEWEST_EARLY, MOST_EARLY = 5, 384
 
 
 @dataclass(frozen=True)
@@ -82,10 +84,13 @@ def has_wide_tiles(config: Config, tokens: int) -> bool:
 def begin(x: Tensor, w13: Tensor, width: int, shared: int, begun: Tensor,
           config: Mapping[str, Config] | None = None) -> Early | None:
     """What :func:`products` of x with ids [T, width] needs to begin with the ``shared`` last experts early; its gate is
-    to be called next, with ``begun`` int32 [2], zeros. None: there is nothing to begin with.
+    to be called next, with ``begun`` int32 [2], zeros. None: there is nothing to begin with, or a gate that need not
+    tell chooses sooner.
     """
     tokens, (experts, double, hidden) = len(x), w13.shape
     if not shared or not FEWEST_EARLY <= tokens <= MOST_EARLY or not x.is_contiguous():
+        return None
+    if tokens >= route.many(experts - shared):
         return None
     config = config or chosen(Problem(experts, width, hidden, double // 2, str(x.dtype).split(".")[1]), tokens)
     up = config["up"]

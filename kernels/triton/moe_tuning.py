@@ -44,6 +44,9 @@ def _streaming() -> Iterator[Config]:
             (128, 128, 4, 3, 1, 1), (128, 128, 8, 3, 1, 1), (128, 64, 4, 3, 1, 0),
         ):
             yield tile(way, block_m, block_n, block_k, warps, stages, swap=bool(swap), tma=bool(tma))
+    for block_m in (32, 64):  # columns of an expert side by side: V2-Lite's gates and ups of 192 to 384 tokens
+        yield tile("sorted", block_m, 128, 64, 4, 5, group=4, swap=True, tma=True)
+    yield tile("sorted", 32, 64, 128, 4, 3, group=8, swap=True)
 
 
 def _computing() -> Iterator[Config]:

@@ -2,8 +2,8 @@
 
 The score product is shared out among programs, over experts and, for few tokens, over its depth too. Where choosing is
 little work, the program that ends last for a block of tokens adds up the parts and chooses; it is found by a ticket
-that it sets back to zero. Otherwise a second launch chooses, a warp a token, and from ``MANY`` tokens on the scores
-before it are a library's product.
+that it sets back to zero. Otherwise a second launch chooses, a warp a token. From ``many`` tokens on that is so for any
+gate, and the scores before it are a library's product.
 """
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ VECTOR = 4  #: tokens up to which scores are matrix-vector products
 DEEPEST = 8192  #: channels up to which they may be
 AT_ONCE = 128  #: experts up to which the last program chooses for a block of tokens, if they form no groups
 MANY = 256  #: tokens from which a library's product of 16-bit numbers is faster, where more than AT_ONCE experts score
+MORE = 2048  #: the same where as many or fewer do. NOTE: measured with 64 experts, and 8192 and 16384 tokens, alone
 WIDE = 1024  #: tokens from which blocks are large
 PROGRAMS = 512  #: about as many as keep a device busy
 TICKETS = 16384
@@ -196,8 +197,13 @@ def _blocks(tokens: int, experts: int, hidden: int) -> tuple[int, int, int, int]
     return rows, columns, depth, max(1, min(8, PROGRAMS // programs, hidden // (2 * depth)))
 
 
+def many(experts: int) -> int:
+    """Tokens from which a library scores so many experts, unless the gate has to say when x is there."""
+    return MANY if experts > AT_ONCE else MORE
+
+
 def _library_pays(x: Tensor, weight: Tensor) -> bool:
-    return x.shape[0] >= MANY and weight.shape[0] > AT_ONCE and x.dtype == weight.dtype != torch.float32
+    return x.shape[0] >= many(weight.shape[0]) and x.dtype == weight.dtype != torch.float32
 
 
 def _library_scores(x: Tensor, weight: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ CAST = 1 + SHOWN / GROUP  #: bytes of a number as FP8 products read it, its scal
 TILE = 128  #: rows that one expert's are filled up to where tensor cores are what takes time
 #: rows an expert gets on average from which sorting them for DeepGEMM pays (H200: 3.34 against 3.41 ms at 36)
 LEAST_LOAD = 35
+#: rows an expert gets on average above which dense experts have tiles of so many (the tables of ``moe_experts``)
+TILE_LOADS = {TILE: 64, TILE // 2: 29}
 LARGE_LOAD = 128  #: from which the shared expert is computed apart, as the tables of ``moe_experts`` have it
 DEEP_GEMM = frozenset({"sgl-deep-gemm", "deep-gemm"})
 
@@ -25,7 +27,7 @@ def dense_experts(step: ExpertsStep) -> Work:
         rows = tiled_rows(routed, experts, TILE)
         most = outer + max(apart, rows * (step.inter * step.element + SHOWN))
         return Work(most, outer) if step.parts else Work(max(most, outer + out), out)
-    tile = TILE if routed > TILE // 2 * experts else TILE // 4
+    tile = next((tile for tile in (TILE, TILE // 2) if routed > TILE_LOADS[tile] * experts), TILE // 4)
     rows = tiled_rows(routed, experts, tile)
     return step.summed(0, (rows + step.tokens * step.shared) * step.inter * step.element + rows * SHOWN)
 

@@ -38,7 +38,7 @@ def test_bfloat16(heads: int, width: int, page: int, ring: bool) -> None:
 
 
 @pytest.mark.parametrize("ring", [False, True])
-@pytest.mark.parametrize("rows", [1, 3, 40, 150])
+@pytest.mark.parametrize("rows", [1, 3, 40, 150, 224, 225, 256, 264])
 def test_batches(rows: int, ring: bool) -> None:
     lengths = [int(n) for n in np.random.default_rng(rows).integers(1, 1500, rows)]
     case = Case(lengths, heads=16, page=64, dtype=torch.bfloat16, seed=rows, **SIZES)

@@ -27,7 +27,7 @@ def draw(tokens: int, experts: int, hidden: int, inter: int, seed: int) -> Given
 
 
 def config(tokens: int) -> dict[str, dict[str, str | int]] | None:
-    small = tile("dense" if tokens <= 16 else "sorted", 16, 32, 32, 4, 2)
+    small = tile("dense" if tokens <= 16 else "sorted", 16 if tokens <= 64 else 64, 32, 32, 4, 2, group=4)
     return None if GPU else {"up": small, "down": small}
 
 
@@ -42,7 +42,7 @@ def mixture(given: Given, k: int, begun: Tensor | None) -> Tensor:
     return moe_experts.experts(x, w13, w2, ids, weights, chosen, 2, early)
 
 
-@pytest.mark.parametrize("tokens", [5, 16, 17, 40])
+@pytest.mark.parametrize("tokens", [5, 16, 17, 40, 131, 384])
 def test_the_same_results(tokens: int) -> None:
     given, begun = draw(tokens, 5, 48, 40, tokens), torch.zeros(2, dtype=torch.int32, device=DEVICE)
     wanted = mixture(given, 2, None)
@@ -59,10 +59,13 @@ def test_not_for_few_or_many_tokens() -> None:
     x, _, w13, _ = draw(40, 5, 48, 40, 0)
     assert moe_experts.begin(x.t().contiguous().t(), w13, 4, 2, begun) is None
     assert moe_experts.begin(x, w13, 4, 0, begun) is None
+    for tokens, starts in ((255, True), (256, False)):  # a library scores 130 experts for so many
+        x, _, w13, _ = draw(tokens, 130, 32, 16, 0)
+        assert (moe_experts.begin(x, w13, 4, 2, begun, config(40)) is not None) == starts
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [5, 8, 16, 17, 32, 64, 128])
+@pytest.mark.parametrize("tokens", [5, 8, 16, 17, 32, 64, 128, 129, 160, 192, 256, 320, 384])
 def test_replayed_on_the_device(tokens: int) -> None:
     """Several layers in one graph, poisoned between replays, with other inputs each time."""
     layers = [draw(tokens, 64, 2048, 1408, layer) for layer in range(2)]
@@ -87,8 +90,9 @@ def test_replayed_on_the_device(tokens: int) -> None:
 
 
 @pytest.mark.gpu
-def test_without_a_sign_they_wait_for_all_before() -> None:
-    x, gate, w13, w2 = draw(32, 64, 2048, 1408, 1)
+@pytest.mark.parametrize("tokens", [32, 256, 384])
+def test_without_a_sign_they_wait_for_all_before(tokens: int) -> None:
+    x, gate, w13, w2 = draw(tokens, 64, 2048, 1408, 1)
     begun = torch.zeros(2, dtype=torch.int32, device=DEVICE)
     early = moe_experts.begin(x, w13, 8, 2, begun)
     assert isinstance(early, Early) and dependent.supported()

@@ -113,10 +113,12 @@ def test_from_where_on_a_library_scores(tokens: int, experts: int, k: int, group
 
 
 def test_what_a_library_scores(scored: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not few tokens, few experts or float32 weights, and not for a gate that has to say when x is there."""
+    """Not few tokens, more of them where experts are few, or float32 weights, and not for a gate that has to say when x
+    is there."""
     for tokens, experts, dtype, pays in ((255, 256, torch.bfloat16, False), (256, 256, torch.bfloat16, True),
-                                         (4096, 128, torch.bfloat16, False), (256, 129, torch.float16, True),
-                                         (256, 256, torch.float32, False)):
+                                         (2047, 128, torch.bfloat16, False), (2048, 128, torch.bfloat16, True),
+                                         (2048, 64, torch.float16, True), (256, 129, torch.float16, True),
+                                         (256, 256, torch.float32, False), (8192, 64, torch.float32, False)):
         x, weight = torch.empty(tokens, 8, dtype=dtype), torch.empty(experts, 8, dtype=dtype)
         assert triton_route._library_pays(x, weight) is pays
     assert not triton_route._library_pays(torch.empty(256, 8).bfloat16(), torch.empty(256, 8))
@@ -142,6 +144,27 @@ def test_a_library_s_scores_give_the_same_bits(sigmoid: bool, monkeypatch: pytes
         found.append(route(x, weight, bias, 6, 4, 2, sigmoid, 2.5, 1))
     assert torch.equal(found[0][1], found[1][1])
     torch.testing.assert_close(*(weights for weights, _ in found), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_few_experts_that_a_library_scores(sigmoid: bool, scored: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same choice of the same scores in a launch of its own: ties, and rows that are no numbers. On a device a
+    softmax adds up in another order."""
+    generator = torch.Generator().manual_seed(1)
+    x, weight = (torch.randint(-2, 3, shape, generator=generator).to(DEVICE, HALF) for shape in ((37, 32), (64, 32)))
+    x[3], x[5, 7] = float("nan"), float("nan")
+    bias = torch.randint(-1, 2, (64,), generator=generator).mul(0.25).to(DEVICE) if sigmoid else None
+    wanted = route(x, weight, bias, 6, 1, 1, False, 1.0, 2)
+    monkeypatch.setattr(triton_route, "MORE", 37)
+    found = route(x, weight, bias, 6, 1, 1, False, 1.0, 2)
+    assert scored == [37] and torch.equal(found[1], wanted[1])
+    assert sum(len(set(scores)) < 64 for scores in (x.float() @ weight.float().t()).tolist()) > 30, "there are ties"
+    torch.testing.assert_close(found[0], wanted[0], rtol=1e-6 if GPU else 0, atol=0, equal_nan=True)
+    begun = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    told = route(x, weight, bias, 6, 1, 1, False, 1.0, 2, begun)
+    assert scored == [37] and int(begun) == 1
+    for got, first in zip(told, wanted, strict=True):
+        torch.testing.assert_close(got, first, rtol=0, atol=0, equal_nan=True)
 
 
 def test_no_tokens() -> None:

@@ -1,0 +1,75 @@
+"""V2-Lite's experts of 129 to 512 tokens with the tiles of an H200's table: which row serves whom, and that its kernels
+compile for Hopper on a machine without one."""
+from __future__ import annotations
+
+import pytest
+
+from tests import uninterpreted
+
+pytest.importorskip("triton")
+
+from glowplug.kernels.triton import moe_experts, moe_tuning, tuned
+from glowplug.kernels.triton.moe_experts import Problem
+
+PROBLEM = Problem(66, 8, 2048, 1408, "bfloat16")
+SCRIPT = """
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from glowplug.kernels.triton import moe_gemm, tuned
+from glowplug.kernels.triton.moe_experts import MOST_EARLY, Problem, chosen
+
+tuned.device_name, tuned.triton_version = (lambda: "NVIDIA_H200"), (lambda: "3.6")
+kernel, problem = moe_gemm._grouped, Problem(66, 8, 2048, 1408, "bfloat16")
+names = kernel.arg_names
+for tokens in (160, 192, 256, 384, 512):
+    for product, early in (("up", True), ("up", False), ("down", False)):
+        if early and tokens > MOST_EARLY:
+            continue
+        config, up = chosen(problem, tokens)[product], product == "up"
+        rows, columns, depth = config["block_m"], config["block_n"], config["block_k"]
+        tma, x_tma = bool(config["tma"]), bool(config["tma"]) and not up
+        wide = dict(zip(("WIDE_M", "WIDE_N", "WIDE_K"), moe_gemm.wide_tile(tokens, up, config["warps"])))
+        constants = dict(UP=up, SORTED=True, TOPK=8, WIDTH=8, TMA=tma, X_TMA=x_tma, SWAP=bool(config["swap"]),
+                         EVEN_K=True, MASK=rows <= moe_gemm.SPARSE and not x_tma, BLOCK_M=rows, BLOCK_N=columns,
+                         BLOCK_K=depth, SHARED=2, EARLY=early, DEPENDENT=True, **wide)
+        kinds = dict(x=f"tensordesc<bf16[{rows},{depth}]>" if x_tma else "*bf16", x_stored="*bf16",
+                     w=f"tensordesc<bf16[{columns},{depth}]>" if tma else "*bf16", stored="*bf16", out="*bf16",
+                     weights="*bf16" if up else "*fp32",
+                     **dict.fromkeys(("ids", "sorted_pairs", "expert_of_block", "begun"), "*i32"))
+        now = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
+        at = {(names.index(name),): value for name, value in constants.items()}
+        whole = {(names.index(name),): [["tt.divisibility", 16]] for name, kind in now.items()
+                 if kind.startswith("*") or name in ("columns", "depth")}
+        made = compile(ASTSource(kernel, now, at, whole), target=GPUTarget("cuda", 90, 32),
+                       options={"num_warps": config["warps"], "num_stages": config["stages"]})
+        assert made.asm["cubin"] and made.metadata.shared <= 227 * 1024, (tokens, product, made.metadata.shared)
+        print("made")
+"""
+
+
+@pytest.mark.slow
+def test_they_compile_for_hopper() -> None:
+    done = uninterpreted.run("-c", SCRIPT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["made"] * 14
+
+
+def test_rows_of_the_table_and_whom_they_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuned, "device_name", lambda: "NVIDIA_H200")
+    monkeypatch.setattr(tuned, "triton_version", lambda: "3.6")
+    moe_experts.chosen.cache_clear()
+    table = tuned.table(PROBLEM.table_name)
+    assert table is not None
+    for row, (first, last) in {160: (144, 175), 192: (176, 223), 256: (224, 319), 384: (320, 447)}.items():
+        for tokens in (first, row, last):
+            config = moe_experts.chosen(PROBLEM, tokens)
+            assert config is table[row]
+            assert {product["way"] for product in config.values()} == {"sorted"}, "tiles of any number of tokens"
+            assert moe_experts.has_wide_tiles(config["up"], tokens), "so everybody's experts may begin early"
+    assert moe_experts.chosen(PROBLEM, 143) is table[128] and moe_experts.chosen(PROBLEM, 448) is table[512]
+    for config in table.values():
+        tiles = {product: tile for product, tile in config.items() if tile["way"] == "sorted"}
+        assert len(tiles) in (0, 2) and len({tile["block_m"] for tile in tiles.values()}) <= 1, "one alignment for both"
+        assert all(moe_tuning._fits(product, tile) for product, tile in tiles.items())
+    moe_experts.chosen.cache_clear()
