@@ -35,7 +35,9 @@ def entries(kv, table, n0, n, end, kv_stride: tl.constexpr, PAGE: tl.constexpr, 
         return kv + slot * kv_stride + n * kv_stride
     pos = n0 + n
     page = tl.load(table + pos // PAGE, mask=pos < end, other=0)
-    return kv + (page * PAGE + pos % PAGE).to(tl.int64) * kv_stride
+    # NOTE: multiplied before they are summed: of a page's first slot plus a place in the page, Triton 3.6 takes the sum
+    # for a multiple of PAGE, and copies 16 bytes at a time of entries that begin at multiples of fewer
+    return kv + page.to(tl.int64) * (PAGE * kv_stride) + (pos % PAGE) * kv_stride
 
 
 @triton.jit
