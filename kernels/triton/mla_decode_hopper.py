@@ -196,7 +196,8 @@ def _last_of(tickets, programs):
 @gluon.jit
 def _join(partial, lse, out, line, first, pairs, count, SPLITS: gl.constexpr, C: gl.constexpr,
           BLOCK_M: gl.constexpr):
-    """Pairs ``first`` and following of the row whose pairs begin at ``line``: ``count`` of SPLITS parts become one."""
+    """Pairs ``first`` and following of the row whose pairs begin at ``line``: ``count`` of SPLITS parts become one,
+    and no parts zeros."""
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
     pair = first + gl.arange(0, BLOCK_M, gl.SliceLayout(1, flat))
     real, c = pair < pairs, gl.arange(0, C, gl.SliceLayout(0, flat))
@@ -232,6 +233,8 @@ def mla_decode_hopper_kernel(query, latent_at, rope_at, page_table, kv_lens, tre
     m_layout: gl.constexpr = gl.SliceLayout(AXIS, s_layout)
     dependent.begin(DEPENDENT)
     block, row, split = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    pairs = width * heads
+    line = row.to(gl.int64) * pairs  # of the row's first pair
     length = gl.load(kv_lens + row)
     each = gl.cdiv(gl.cdiv(length, TILE), splits) * TILE
     start = split * each
@@ -239,21 +242,17 @@ def mla_decode_hopper_kernel(query, latent_at, rope_at, page_table, kv_lens, tre
     if SPLIT:
         if start >= end:
             dependent.wait(DEPENDENT)
+            if JOIN > 0:
+                if (length <= 0) & (split == 0):  # of a row without keys nobody else writes
+                    _join(out, lse, joined, line, block * BLOCK_M, pairs, 0, 0, C, BLOCK_M)
             return
     tiles, table = gl.cdiv(end - start, TILE), page_table + row * table_stride
-    pairs = width * heads
-    line = row.to(gl.int64) * pairs  # of the row's first pair
     latent, rope, ready, wide, wide_r = _ring(latent_at, rope_at, table, start, tiles, length - width, dtype, C, R,
                                               RING, PAGE, DEPENDENT)
     q_c, q_r = _queries(query + line * (C + R), block * BLOCK_M, pairs, dtype, C, R, BLOCK_M)
-    if AXIS == 0:
-        p_smem = gl.allocate_shared_memory(dtype, [TILE, BLOCK_M], p_layout)
-        acc = gl.zeros([C, BLOCK_M], gl.float32, o_layout)
-        blank = gl.zeros([TILE, BLOCK_M], gl.float32, s_layout)
-    else:
-        p_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, TILE], p_layout)
-        acc = gl.zeros([BLOCK_M, C], gl.float32, o_layout)
-        blank = gl.zeros([BLOCK_M, TILE], gl.float32, s_layout)
+    p_smem = gl.allocate_shared_memory(dtype, [TILE, BLOCK_M] if AXIS == 0 else [BLOCK_M, TILE], p_layout)
+    acc = gl.zeros([C, BLOCK_M] if AXIS == 0 else [BLOCK_M, C], gl.float32, o_layout)
+    blank = gl.zeros([TILE, BLOCK_M] if AXIS == 0 else [BLOCK_M, TILE], gl.float32, s_layout)
     pair = block * BLOCK_M + gl.arange(0, BLOCK_M, m_layout)
     own = pair // heads
     tree = gl.load(tree_mask + row * width + own, mask=pair < pairs, other=1) if TREE else own
