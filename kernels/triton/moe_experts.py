@@ -21,8 +21,8 @@ from glowplug.kernels.triton.tuned import Config
 
 FEW = 1  #: tokens whose experts do not overlap, so that nothing is read twice
 DENSE = 16  #: tokens that fit into one tile
-#: Tokens for which everybody's experts begin before the gate has chosen. NOTE: their programs hold multiprocessors while
-#: they wait for the gate's sign (V2-Lite: 132 at most); they start when the gate's and the alignment's all have.
+#: Tokens for which everybody's experts begin before the gate has chosen. NOTE: their programs hold multiprocessors and
+#: wait for the gate's sign (V2-Lite: 132 at most); they start only when all of the gate's and the alignment's have.
 FEWEST_EARLY, MOST_EARLY = 5, 384
 
 

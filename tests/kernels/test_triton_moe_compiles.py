@@ -2,14 +2,19 @@
 compile for Hopper on a machine without one."""
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from tests import uninterpreted
 
 pytest.importorskip("triton")
 
+from glowplug.core.memory.work import ExpertsStep
 from glowplug.kernels.triton import moe_experts, moe_tuning, tuned
+from glowplug.kernels.triton.moe_align import max_blocks
 from glowplug.kernels.triton.moe_experts import Problem
+from glowplug.plugins.quantization.experts_bytes import dense_experts
 
 PROBLEM = Problem(66, 8, 2048, 1408, "bfloat16")
 SCRIPT = """
@@ -55,10 +60,17 @@ def test_they_compile_for_hopper() -> None:
     assert done.stdout.split() == ["made"] * 14
 
 
-def test_rows_of_the_table_and_whom_they_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tables of that card, with the version of Triton that they were measured with."""
     monkeypatch.setattr(tuned, "device_name", lambda: "NVIDIA_H200")
     monkeypatch.setattr(tuned, "triton_version", lambda: "3.6")
     moe_experts.chosen.cache_clear()
+    yield
+    moe_experts.chosen.cache_clear()
+
+
+def test_rows_of_the_table_and_whom_they_serve(an_h200: None) -> None:
     table = tuned.table(PROBLEM.table_name)
     assert table is not None
     for row, (first, last) in {160: (144, 175), 192: (176, 223), 256: (224, 319), 384: (320, 447)}.items():
@@ -72,4 +84,12 @@ def test_rows_of_the_table_and_whom_they_serve(monkeypatch: pytest.MonkeyPatch) 
         tiles = {product: tile for product, tile in config.items() if tile["way"] == "sorted"}
         assert len(tiles) in (0, 2) and len({tile["block_m"] for tile in tiles.values()}) <= 1, "one alignment for both"
         assert all(moe_tuning._fits(product, tile) for product, tile in tiles.items())
-    moe_experts.chosen.cache_clear()
+
+
+@pytest.mark.parametrize("tokens", [32, 128, 160, 192, 256, 319, 320, 384, 447, 512, 640])
+def test_the_budget_holds_their_places(tokens: int, an_h200: None) -> None:
+    """Rows between the products, with those that only fill tiles up, beside the rows behind the second."""
+    tile = moe_experts.chosen(PROBLEM, tokens)["up"]["block_m"]
+    places = max_blocks(tokens * 6, 64, tile) * tile
+    held = (places + 2 * tokens) * PROBLEM.inter * 2 + places * 4 + tokens * PROBLEM.topk * PROBLEM.hidden * 2
+    assert dense_experts(ExpertsStep(tokens, 8, 66, 2, 2048, 1408, 2, True, None, {})).most >= held
