@@ -12,7 +12,7 @@ TILE = 128  #: rows that one expert's are filled up to where tensor cores are wh
 #: rows an expert gets on average from which sorting them for DeepGEMM pays (H200: 3.34 against 3.41 ms at 36)
 LEAST_LOAD = 35
 #: rows an expert gets on average above which dense experts have tiles of so many (the tables of ``moe_experts``)
-TILE_LOADS = {TILE: 64, TILE // 2: 29}
+TILE_LOADS = {TILE: 59, TILE // 2: 29}
 LARGE_LOAD = 128  #: from which the shared expert is computed apart, as the tables of ``moe_experts`` have it
 DEEP_GEMM = frozenset({"sgl-deep-gemm", "deep-gemm"})
 
