@@ -65,15 +65,18 @@ def token_launches(counts: list[int]) -> Launches:
     """Gate, experts and norms of steps of so many tokens."""
     found, now = Launches(dict), SimpleNamespace(count=0)
     record(found, now)
-    gate, of_v3, bias = torch.empty(EXPERTS, HIDDEN), torch.empty(V3, dtype=BF16), torch.empty(V3[0])
+    gates = [torch.empty(EXPERTS, HIDDEN, dtype=dtype) for dtype in (torch.float32, BF16)]
+    of_v3, bias, begun = torch.empty(V3, dtype=BF16), torch.empty(V3[0]), torch.zeros(2, dtype=torch.int32)
     w13 = torch.empty(EXPERTS + SHARED, 2 * INTER, HIDDEN, dtype=BF16)
     w2 = torch.empty(EXPERTS + SHARED, HIDDEN, INTER, dtype=BF16)
     for now.count in counts:
         x = torch.empty(now.count, HIDDEN, dtype=BF16)
-        route.route(x, gate, None, TOPK, 1, 1, False, 1.0, SHARED)
+        early = moe_experts.begin(x, w13, TOPK + SHARED, SHARED, begun)
+        for gate in gates:
+            route.route(x, gate, None, TOPK, 1, 1, False, 1.0, SHARED, None if early is None else begun)
         route.route(torch.empty(now.count, V3[1], dtype=BF16), of_v3, bias, 8, 8, 4, True, 2.5, 1)
         ids = torch.empty(now.count, TOPK + SHARED, dtype=torch.int32)
-        rows, named = moe_experts.products(x, w13, w2, ids, torch.empty(ids.shape), shared=SHARED)
+        rows, named = moe_experts.products(x, w13, w2, ids, torch.empty(ids.shape), shared=SHARED, early=early)
         norm.add_rms_norm(rows, x, x[0], 1e-6, named)
     return found
 
