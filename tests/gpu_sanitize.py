@@ -46,7 +46,7 @@ ALL_CAPTURE = "test_gpu_replays"  #: what files without another test begin with
 #: makers of tensors with rows that by their contract nobody writes and that are read all the same, because a mask
 #: would cost time: padding of tiles, pairs of absent experts, the end of a list, parts of a row that has fewer. Under
 #: initcheck these tensors are filled with NaN, or the largest integer: a test whose results hung on such a row fails.
-PADDED = ("mha_decode.mha_decode", "mla_decode.mla_decode", "moe_align.align", "moe_experts.begin", "moe_gemm.up",
+PADDED = ("mha_decode.mha_decode", "mla_decode.decode_parts", "moe_align.align", "moe_experts.begin", "moe_gemm.up",
           "moe_gemm_awq.product", "moe_gemm_fp8.product", "moe_gemm_hopper.up", "moe_gemm_int8.product",
           "moe_sort.gather_rows", "fp8_quant.empty_quantized")
 

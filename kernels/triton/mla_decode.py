@@ -2,8 +2,9 @@
 
 One key head of C + R numbers serves every query head and its first C numbers are the value too, so a tile of the cache
 is loaded once and multiplied twice, and the query heads of a row (times its query tokens) fill a block of the tensor
-cores. The cache of a row is divided among ``splits`` programs whose partial results ``mla_merge`` joins; the grid
-depends on the padded batch only, lengths are read on the device (FlashDecoding, Dao 2023; FlashMLA, DeepSeek-AI 2025).
+cores. The cache of a row is divided among ``splits`` programs whose partial results ``mla_merge`` joins, or the last of
+them, or W_UV's product (``mla_values``); the grid depends on the padded batch only, lengths are read on the device
+(FlashDecoding, Dao 2023; FlashMLA, DeepSeek-AI 2025).
 """
 from __future__ import annotations
 
@@ -19,6 +20,8 @@ from glowplug.kernels.triton import dependent, paged
 from glowplug.kernels.triton.mla_merge import merge
 
 JOINED = 8  #: parts of a row's keys up to which who ends last joins them (not of tiles of 32 pairs: never measured)
+APART = 9  #: parts at most that W_UV's product joins instead,
+APART_ROWS = range(8, 33)  #: in steps of so many rows: measured with 8, 16 and 32, with one it gained nothing
 SHORT = 8192  #: keys of the longest row up to which to spare the merge is worth more than a part for every processor
 TICKETS = 1 << 16
 
@@ -101,7 +104,8 @@ def mla_decode_kernel(query, kv, page_table, kv_lens, tree_mask, out, lse, scale
 class Tiling:
     """How a decode step is cut: constants of the kernels, fixed by what a captured graph fixes.
 
-    ``ring``: by the kernel for Hopper, whose tiles have 64 keys and ``stages`` of them are in shared memory.
+    ``ring``: by the kernel for Hopper, whose tiles have 64 keys and ``stages`` of them are in shared memory. ``apart``:
+    parts of a row's keys are left to W_UV's product to be joined.
     """
 
     block_m: int
@@ -111,21 +115,28 @@ class Tiling:
     warps: int
     stages: int
     ring: bool = False
+    apart: bool = False
 
 
 @lru_cache(maxsize=4096)
 def tiling(rows: int, width: int, heads: int, context: int, dtype: torch.dtype, kv: torch.dtype,
-           ring: bool = False) -> Tiling:
-    """For ``rows`` (padded) rows of ``width`` query tokens, ``heads`` heads, rows of ``context`` keys at most."""
+           ring: bool = False, apart: bool = False) -> Tiling:
+    """For ``rows`` (padded) rows of ``width`` query tokens, ``heads`` heads, rows of ``context`` keys at most.
+
+    ``apart``: parts may be left to W_UV's product, where that was measured to be faster. On an H200 at 1024 keys, from
+    the prologue to W_UV: 17.3 to 15.6 us with 8 rows (9 parts), 19.9 to 18.3 with 16 (8), 24.7 to 23.6 with 32 (4).
+    """
     block_m = min(64 if dtype.itemsize <= 2 else 32, max(16, triton.next_power_of_2(width * heads)))
     blocks = max(1, rows * triton.cdiv(width * heads, block_m))
     wide, narrow = block_m == 64, kv.itemsize == 1
     block_n = 64 if ring or wide else 16 if dtype.itemsize > 2 else 32 if narrow or block_m > 16 else 64
     splits = paged.best_splits(blocks, triton.cdiv(context, block_n), paged.MULTIPROCESSORS)
-    if ring and block_m == 16 and blocks >= JOINED and context <= SHORT:
-        splits = min(splits, JOINED)  # 8 rows of 1024 keys on an H200: 17.1 us joined, 20.8 us in 16 parts and merged
+    spared = ring and block_m == 16 and blocks >= JOINED and context <= SHORT
+    apart = apart and spared and splits > 1 and width == 1 and rows in APART_ROWS
+    if spared:  # 8 rows of 1024 keys on an H200: 17.1 us joined, 20.8 us in 16 parts and merged
+        splits = min(splits, APART if apart else JOINED)
     if ring:
-        return Tiling(block_m, block_n, splits, 1, 8 if wide else 4, 3 if narrow and not wide else 2, True)
+        return Tiling(block_m, block_n, splits, 1, 8 if wide else 4, 3 if narrow and not wide else 2, True, apart)
     if dtype.itemsize > 2:
         return Tiling(block_m, block_n, splits, 4, 4, 3)
     return Tiling(block_m, block_n, splits, 1, 8, 2) if wide else Tiling(block_m, block_n, splits, 4, 4, 5)
@@ -155,16 +166,32 @@ def mla_decode(query: Tensor, kv: Tensor, page_table: Tensor, kv_lens: Tensor, s
     out = query.new_empty(tokens, heads, lora)
     if not tokens:
         return out
-    partial, lse = out, kv_lens
-    if cut.splits > 1:
-        partial = query.new_empty(tokens, heads, cut.splits, lora)
-        lse = torch.empty((tokens, heads, cut.splits), dtype=torch.float32, device=query.device)
-    joins = cut.ring and cut.block_m != 32 and 1 < cut.splits <= JOINED and tokens * heads <= TICKETS
-    _launch(query, kv, page_table, kv_lens, scale, page_size, cut, first_key, tree, kv_scale, partial, lse,
-            out if joins else None)
-    if cut.splits > 1 and not joins:
+    if cut.splits == 1:
+        _launch(query, kv, page_table, kv_lens, scale, page_size, cut, first_key, tree, kv_scale, out, kv_lens, None)
+        return out
+    joins = cut.ring and cut.block_m != 32 and cut.splits <= JOINED and tokens * heads <= TICKETS
+    partial, lse = decode_parts(query, kv, page_table, kv_lens, scale, page_size, lora, cut, first_key, tree, kv_scale,
+                                out if joins else None)
+    if not joins:
         merge(partial, lse, kv_lens, out, tokens // len(kv_lens) * heads, cut.block_n)
     return out
+
+
+def decode_parts(query: Tensor, kv: Tensor, page_table: Tensor, kv_lens: Tensor, scale: float, page_size: int,
+                 lora: int, cut: Tiling, first_key: int = 0, tree: Tensor | None = None, kv_scale: float = 1.0,
+                 joined: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """As ``mla_decode``, but what each of more than one ``cut.splits`` found: [B * W, H, S, C] in the query's dtype and
+    the scores' log-sum-exps, float32 [B * W, H, S] in base 2.
+
+    Rows of few tiles of ``cut.block_n`` keys have fewer parts than S; what lies behind theirs is not written. Into
+    ``joined`` [B * W, H, C], if given, Hopper's kernel joins them as well.
+    """
+    tokens, heads, _ = query.shape
+    partial = query.new_empty(tokens, heads, cut.splits, lora)
+    lse = torch.empty((tokens, heads, cut.splits), dtype=torch.float32, device=query.device)
+    if tokens:
+        _launch(query, kv, page_table, kv_lens, scale, page_size, cut, first_key, tree, kv_scale, partial, lse, joined)
+    return partial, lse
 
 
 def _launch(query: Tensor, kv: Tensor, page_table: Tensor, kv_lens: Tensor, scale: float, page_size: int, cut: Tiling,
@@ -184,7 +211,7 @@ def _launch(query: Tensor, kv: Tensor, page_table: Tensor, kv_lens: Tensor, scal
         described = hopper.described(kv, lora)
         hopper.mla_decode_hopper_kernel[grid](
             query, *described, *rows_of, out if joined is None else joined, _tickets(query.device), *rest,
-            RING=cut.stages, JOIN=0 if joined is None else splits, **same)
+            RING=cut.stages, JOIN=0 if joined is None else splits, FLAT=cut.apart, **same)
         return
     mla_decode_kernel[grid](
         query, kv, *rows_of, *rest, kv_stride=kv.stride(0),

@@ -23,6 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from glowplug.kernels.triton import dependent
 
 copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # its name before and since Triton 3.7
 TILE = gl.constexpr(64)  #: keys
 
 
@@ -172,11 +173,21 @@ def _add(acc, kept, weights, p_smem, latent, AXIS: gl.constexpr):
 
 
 @gluon.jit
-def _store(out, acc, norm, kv_scale, line, real, C: gl.constexpr, AXIS: gl.constexpr):
-    """out[line] = acc / norm * kv_scale."""
+def _store(out, acc, norm, kv_scale, line, real, C: gl.constexpr, AXIS: gl.constexpr, FLAT: gl.constexpr):
+    """out[line] = acc / norm * kv_scale. FLAT (with pairs as columns): by way of shared memory, so that a thread stores
+    16 bytes of a pair side by side and not two."""
     layout: gl.constexpr = acc.type.layout
     side: gl.constexpr = gl.SliceLayout(AXIS, layout)
     inverse = gl.convert_layout(kv_scale / gl.where(norm == 0.0, 1.0, norm), side)
+    if FLAT:
+        flat: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
+        value = gl.permute((acc * gl.expand_dims(inverse, 0)).to(out.dtype.element_ty), (1, 0))
+        here = gl.convert_layout(line, gl.SliceLayout(1, flat)) * C
+        kept = gl.convert_layout(real.to(gl.int32), gl.SliceLayout(1, flat)) != 0
+        c = gl.arange(0, C, gl.SliceLayout(0, flat))
+        gl.store(out + here[:, None] + c[None, :], gl.convert_layout(value, flat),
+                 mask=kept[:, None] & (c >= 0)[None, :])
+        return
     at = gl.expand_dims(gl.convert_layout(line, side) * C, AXIS) + gl.expand_dims(
         gl.arange(0, C, gl.SliceLayout(1 - AXIS, layout)), 1 - AXIS)
     mask = gl.expand_dims(gl.convert_layout(real.to(gl.int32), side) != 0, AXIS) & (at >= 0)
@@ -186,7 +197,7 @@ def _store(out, acc, norm, kv_scale, line, real, C: gl.constexpr, AXIS: gl.const
 @gluon.jit
 def _last_of(tickets, programs):
     """Is this the last of so many programs to come here? Sets the ticket back for the next step."""
-    gl.thread_barrier()
+    barrier()
     last = gl.atomic_add(tickets, 1, sem="acq_rel") == programs - 1
     if last:
         gl.store(tickets, 0)
@@ -221,10 +232,12 @@ def _join(partial, lse, out, line, first, pairs, count, SPLITS: gl.constexpr, C:
 def mla_decode_hopper_kernel(query, latent_at, rope_at, page_table, kv_lens, tree_mask, out, lse, joined, tickets,
                              scale, kv_scale, splits, first_key, width, heads, table_stride, C: gl.constexpr,
                              R: gl.constexpr, BLOCK_M: gl.constexpr, RING: gl.constexpr, PAGE: gl.constexpr,
-                             SPLIT: gl.constexpr, TREE: gl.constexpr, JOIN: gl.constexpr, DEPENDENT: gl.constexpr):
+                             SPLIT: gl.constexpr, TREE: gl.constexpr, JOIN: gl.constexpr, FLAT: gl.constexpr,
+                             DEPENDENT: gl.constexpr):
     """As ``mla_decode_kernel``, with the same arguments; ``latent_at`` and ``rope_at`` describe the cache
     [slots, C + R] in tiles of 64 rows of C and of R numbers. With ``JOIN``, the number of splits, who ends last of
-    those with the same queries joins their parts into ``joined`` [B * W, H, C]."""
+    those with the same queries joins their parts into ``joined`` [B * W, H, C]. ``FLAT``, below 64 pairs only:
+    see ``_store``."""
     AXIS: gl.constexpr = 0 if BLOCK_M < 64 else 1  # along which keys lie
     s_layout: gl.constexpr = _score_layout(BLOCK_M, gl.num_warps())
     o_layout: gl.constexpr = _sum_layout(BLOCK_M, C, gl.num_warps())
@@ -268,13 +281,13 @@ def mla_decode_hopper_kernel(query, latent_at, rope_at, page_table, kv_lens, tre
         seen = _visible(n0 + n, length - width, own, tree, first_key, end, AXIS, TREE)
         weights, kept, top, total = _weights(gl.where(seen, scores * scale, float("-inf")), top, total, AXIS)
         acc = _add(acc, kept, weights, p_smem, here, AXIS)
-        gl.thread_barrier()
+        barrier()
         if more:
             _fetch(latent_at, rope_at, page, ahead, latent.index(stage), rope.index(stage), ready.index(stage), PAGE)
     at, norm = (line + pair) * splits + split, gl.sum(total, AXIS)
     if SPLIT:
         gl.store(lse + at, top + gl.log2(norm), mask=pair < pairs)
-    _store(out, acc, norm, kv_scale, at, pair < pairs, C, AXIS)
+    _store(out, acc, norm, kv_scale, at, pair < pairs, C, AXIS, FLAT)
     if JOIN > 0:
         if _last_of(tickets + row * gl.num_programs(0) + block, gl.cdiv(length, each)):
             _join(out, lse, joined, line, block * BLOCK_M, pairs, gl.cdiv(length, each), JOIN, C, BLOCK_M)

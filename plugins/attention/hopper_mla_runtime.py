@@ -7,6 +7,7 @@ from glowplug.core.batch import Batch
 from glowplug.core.options import AttentionOptions
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import MlaLayer, Worker
+from glowplug.kernels.fp8 import Blocks
 from glowplug.plugins.attention.flashmla_runtime import FlashMla
 from glowplug.plugins.attention.library import SIXTEEN_BITS
 from glowplug.plugins.attention.measured import fastest
@@ -33,3 +34,6 @@ class HopperMla(FlashMla):
 
     def decode(self, query: Tensor, kv: Tensor, scale: float, layer: MlaLayer) -> Tensor:
         return (self._own.decode if self._by_own else super().decode)(query, kv, scale, layer)
+
+    def decode_values(self, query: Tensor, kv: Tensor, layer: MlaLayer, stored: Blocks | None, out: Tensor) -> None:
+        (self._own.decode_values if self._by_own else super().decode_values)(query, kv, layer, stored, out)

@@ -1,7 +1,7 @@
 """What the latent-attention backends for GPUs share: the cache, the prologue, the absorbed products, prefill.
 
-A backend is a subclass with two kernels: ``decode`` over the paged cache and ``prefill``, ragged multi-head attention
-that also returns the log-sum-exp of each query's scores.
+A backend is a subclass with two kernels: ``decode`` over the paged cache (``decode_values`` where a kernel makes values
+of it at once) and ``prefill``, ragged multi-head attention that also returns the log-sum-exp of each query's scores.
 """
 from __future__ import annotations
 
@@ -78,6 +78,11 @@ class PagedMla:
         """
         raise NotImplementedError
 
+    def decode_values(self, query: Tensor, kv: Tensor, layer: MlaLayer, stored: Blocks | None, out: Tensor) -> None:
+        """``decode``, then W_UV's product into out [n, H, v_dim], of ``stored`` blocks [H, C, V] if there are any."""
+        latent = self.decode(query, kv, layer.scale, layer)
+        self._kernels.project(latent, layer.w_uv, out, self.follows, stored)
+
     def plan_prefill(self, ragged: list[RaggedRows]) -> None:
         """Prepare ``attend_ragged`` for every call of the step."""
 
@@ -151,9 +156,7 @@ class PagedMla:
         step, kv = self._planned(), self._kv[layer.index]
         out = query.new_empty(step.decode + query.shape[0], layer.heads, layer.v_dim)
         if step.decode:
-            latent = self.decode(absorbed, kv, layer.scale, layer)
-            self._kernels.project(latent, layer.w_uv, out[: step.decode], self.follows,
-                                  self._stored(layer, step.decode)[1])
+            self.decode_values(absorbed, kv, layer, self._stored(layer, step.decode)[1], out[: step.decode])
         for rows in step.ragged:
             at = slice(rows.first - step.decode, rows.first - step.decode + rows.tokens)
             self._ragged(rows, query[at], own[at], kv, layer, out[rows.first : rows.first + rows.tokens])

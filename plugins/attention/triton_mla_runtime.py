@@ -8,7 +8,9 @@ from torch import Tensor
 from glowplug.core.batch import Batch
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import MlaLayer, Worker
-from glowplug.kernels.triton.mla_decode import mla_decode, ring_fits, tiling
+from glowplug.kernels.fp8 import Blocks
+from glowplug.kernels.triton import mla_values
+from glowplug.kernels.triton.mla_decode import Tiling, decode_parts, mla_decode, ring_fits, tiling
 from glowplug.kernels.triton.mla_prefill import mla_prefill
 from glowplug.plugins.attention.paged_mla import PagedMla
 from glowplug.plugins.attention.ragged import RaggedCall
@@ -42,12 +44,24 @@ class TritonMla(PagedMla):
         self._rows = _Rows(batch.page_table[own], batch.kv_lens_device[own], width, batch.first_key, tree)
 
     def decode(self, query: Tensor, kv: Tensor, scale: float, layer: MlaLayer) -> Tensor:
+        rows, cut = self._cut(query, kv, layer)
+        return mla_decode(query, kv, rows.page_table, rows.lens, scale, self._page_size, layer.lora_rank, cut,
+                          rows.first_key, rows.tree)
+
+    def decode_values(self, query: Tensor, kv: Tensor, layer: MlaLayer, stored: Blocks | None, out: Tensor) -> None:
+        rows, cut = self._cut(query, kv, layer, stored is None and mla_values.fits(layer.lora_rank, layer.v_dim))
+        if not cut.apart:
+            return super().decode_values(query, kv, layer, stored, out)
+        partial, lse = decode_parts(query, kv, rows.page_table, rows.lens, layer.scale, self._page_size,
+                                    layer.lora_rank, cut, rows.first_key, rows.tree)
+        mla_values.project(partial, lse, rows.lens, layer.w_uv, out, cut.block_n)
+
+    def _cut(self, query: Tensor, kv: Tensor, layer: MlaLayer, apart: bool = False) -> tuple[_Rows, Tiling]:
+        """The step's rows and how their keys are cut; ``apart``: into parts that ``mla_values`` may join."""
         rows = self._rows
         assert rows is not None
         ring = ring_fits(query.dtype, kv.dtype, self._page_size, layer.lora_rank, layer.rope_dim, query.device)
-        cut = tiling(len(rows.lens), rows.width, layer.heads, self._context, query.dtype, kv.dtype, ring)
-        return mla_decode(query, kv, rows.page_table, rows.lens, scale, self._page_size, layer.lora_rank, cut,
-                          rows.first_key, rows.tree)
+        return rows, tiling(len(rows.lens), rows.width, layer.heads, self._context, query.dtype, kv.dtype, ring, apart)
 
     def _call(self, call: RaggedCall, query: Tensor, own: Tensor, kv: Tensor, layer: MlaLayer, out: Tensor) -> Tensor:
         """As the base's, but the one rotary part of all heads is read as it lies."""

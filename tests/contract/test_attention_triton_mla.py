@@ -1,19 +1,24 @@
 """``triton_mla`` passes the attention slot's suite: interpreted, on a GPU, over long prefixes, with an FP8 cache."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import Tensor
 
 from glowplug.core.plan import EnginePlan
-from glowplug.core.protocols import Worker
+from glowplug.core.protocols import MlaLayer, Worker
 from glowplug.core.testing.attention_suite import MlaSuite
 from glowplug.core.testing.paged_world import Row, make_world
 from glowplug.kernels import mla
 from glowplug.plugins.attention.triton_mla import TritonMlaOptions
-from tests.contract.gpu_mla import GpuMlaSuite
+from tests.contract.gpu_mla import GpuMlaSuite, Projections
 
 pytest.importorskip("triton")
-from glowplug.plugins.attention.triton_mla_runtime import TritonMla
+from glowplug.kernels.triton import mla_values
+from glowplug.kernels.triton.mla_decode import Tiling
+from glowplug.plugins.attention.triton_mla_runtime import TritonMla, _Rows
 
 
 class Suite(MlaSuite):
@@ -61,6 +66,81 @@ class TestManyHeads(Published):
 @pytest.mark.gpu
 class TestFp8Cache(Published):
     kv_dtype, error = torch.float8_e4m3fn, 2e-2
+
+
+class Apart(TritonMla):
+    """Leaves three parts of keys to W_UV's product wherever it may."""
+
+    def _cut(self, query: Tensor, kv: Tensor, layer: MlaLayer, apart: bool = False) -> tuple[_Rows, Tiling]:
+        rows, cut = super()._cut(query, kv, layer, apart)
+        return rows, replace(cut, block_n=16, splits=3, apart=apart and rows.width == 1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: kernels are not interpreted")
+@pytest.mark.parametrize("first_key", [0, 1])
+def test_parts_joined_interpreted(first_key: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding rows of few and of many keys beside a prompt; several tokens a row go the other way."""
+    calls: list[Tensor] = []
+    product = mla_values.project
+    monkeypatch.setattr(mla_values, "project", lambda *given: [calls.append(given[4]), product(*given)])
+    suite = TestInterpreted()
+    suite.lora, suite.value, suite.heads = 64, 32, 2
+    for width in (1, 2):
+        generator = torch.Generator().manual_seed(width)
+        world = make_world([*(Row(n, width) for n in (width + first_key, 16, 17, 70)), Row(9, 4, True)], 16, width)
+        world.batch.first_key = first_key
+        layer, args = suite.layer(generator), suite.arguments(world, generator)
+        plan = suite.backend(16)._plan  # type: ignore[attr-defined]
+        backend = Apart(TritonMlaOptions(), plan, Worker(device="cpu", dtype=torch.float32))
+        want = suite.expected(world, layer, args)
+        suite.close(suite.step(backend, world, layer, args), want)
+        assert [out.shape for out in calls] == [(4, 2, 32)], "for one token a row"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [8, 16])
+@pytest.mark.parametrize("rows", [8, 17, 32])
+@pytest.mark.parametrize("first_key", [0, 1])
+@pytest.mark.parametrize("kept", [None, torch.float8_e4m3fn])
+def test_parts_joined_by_the_values_product(heads: int, rows: int, first_key: int, kept: torch.dtype | None,
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding rows beside a prompt; several tokens a row and stored blocks go the other way."""
+    suite = TestPublishedSizes() if kept is None else TestFp8Cache()
+    suite.heads = heads
+    calls: list[Tensor] = []
+    product = mla_values.project
+    monkeypatch.setattr(mla_values, "project", lambda *given: [calls.append(given[4]), product(*given)])
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    for width in (1, 2):
+        generator = torch.Generator().manual_seed(rows + width)
+        lengths = torch.randint(width + first_key, 900, (rows,), generator=generator).tolist()
+        world = make_world([*(Row(n, width) for n in (width + first_key, *lengths[1:])), Row(50, 33, True)], 64, rows)
+        world.batch.first_key = first_key
+        layer, args = suite.layer(generator), suite.arguments(world, generator)
+        backend, want = suite.backend(64), suite.expected(world, layer, args)
+        backend._context = 2048
+        suite.close(suite.step(backend, world, layer, args), want)
+        assert len(calls) == int(hopper), "for one token a row"
+
+
+@pytest.mark.gpu
+def test_stored_blocks_are_joined_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mla_values, "project", None)
+    suite, generator = TestPublishedSizes(), torch.Generator().manual_seed(1)
+    world = make_world([Row(n, 1) for n in (1, 70, 200, 500, 64, 65, 900, 333)], 64, 1)
+    suite.arguments(world, generator)
+    layer, projected = suite.stored(generator), Projections(suite, 8, 1)
+    world.move(suite.device, suite.cached)
+    outs = []
+    for option, stored in (("fp8", layer.kv_stored), ("bf16", None)):
+        backend = suite.backend(64)
+        backend._absorbed, backend._context, layer.kv_stored = option, 2048, stored
+        if stored is None:
+            monkeypatch.setattr(mla_values, "fits", lambda lora, value: False)
+        backend.reserve(world.limits())
+        backend.plan_step(world.batch, None)
+        outs.append(projected.give(backend, True, layer))
+    torch.testing.assert_close(outs[1], outs[0], rtol=10 * suite.error, atol=10 * suite.error)
 
 
 def test_a_tree_in_the_batch_is_read() -> None:

@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction
 
 from glowplug.core.plan import Sizes
 from glowplug.core.warmup import counts_between
-from glowplug.kernels.triton import dependent, mla_decode, moe_experts, moe_gemm_hopper, norm, route, tuned
+from glowplug.kernels.triton import dependent, mla_decode, mla_values, moe_experts, moe_gemm_hopper, norm, route, tuned
 from glowplug.plugins.graphs.cuda_graph import default_sizes
 
 HIDDEN, EXPERTS, SHARED, TOPK, INTER, HEADS, CONTEXT, PAGE = 2048, 64, 2, 6, 1408, 16, 4096, 64
@@ -82,15 +82,22 @@ def token_launches(counts: list[int]) -> Launches:
 
 
 def row_launches(counts: list[int]) -> Launches:
-    """Latent attention of so many decoding rows."""
+    """Latent attention of so many decoding rows; W_UV's product where it joins parts."""
     found, now = Launches(dict), SimpleNamespace(count=0)
     record(found, now)
     kv, scale = torch.empty(4 * PAGE, 576, dtype=BF16), 0.1
+    w_uv = torch.empty(HEADS, 256, 512, dtype=BF16)[:, 128:].transpose(1, 2)
     for now.count in counts:
         query = torch.empty(now.count, HEADS, 576, dtype=BF16)
         table = torch.zeros(now.count, CONTEXT // PAGE, dtype=torch.int32)
-        cut = mla_decode.tiling(now.count, 1, HEADS, CONTEXT, BF16, BF16, True)
-        mla_decode.mla_decode(query, kv, table, torch.ones(now.count, dtype=torch.int32), scale, PAGE, 512, cut)
+        lens = torch.ones(now.count, dtype=torch.int32)
+        cut = mla_decode.tiling(now.count, 1, HEADS, CONTEXT, BF16, BF16, True, True)
+        step = query, kv, table, lens, scale, PAGE, 512, cut
+        if cut.apart:
+            out = query.new_empty(now.count, HEADS, 128)
+            mla_values.project(*mla_decode.decode_parts(*step), lens, w_uv, out, cut.block_n)
+        else:
+            mla_decode.mla_decode(*step)
     return found
 
 

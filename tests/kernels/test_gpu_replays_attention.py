@@ -1,6 +1,8 @@
 """Latent attention's own kernels replayed from graphs, at odd sizes, in bf16."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,10 +12,11 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
 from glowplug.kernels import mla
-from glowplug.kernels.triton import merge, mla_absorbed_fp8, mla_expand, mla_prologue
+from glowplug.kernels.triton import merge, mla_absorbed_fp8, mla_decode, mla_expand, mla_prologue, mla_values
 from glowplug.kernels.triton.mla_prefill import mla_prefill
 from tests.kernels.replays import BF16, ERROR, FP8_ERROR, Case, Results, check, randn
 from tests.kernels.test_triton_mla_absorbed_fp8 import product, stored
+from tests.kernels.test_triton_mla_decode import Case as Paged
 from tests.kernels.test_triton_mla_prologue import Case as Step
 
 pytestmark = pytest.mark.gpu
@@ -52,6 +55,35 @@ def test_expanded_keys(tokens: int, heads: int, value: int) -> None:
         entries, w_kv = randn(seed, tokens, 576), randn(seed + 1, heads, 128 + value, 512) * 512**-0.5
         return Case((entries, w_kv), lambda: mla_expand.expand(entries, w_kv, 128),
                     lambda: mla.expand(entries.double(), w_kv.double(), 128))
+
+    check(made)
+
+
+@pytest.mark.parametrize("kept", [BF16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("rows,heads", [(8, 16), (9, 8), (16, 16), (32, 16)])
+def test_parts_joined_by_the_values_product(rows: int, heads: int, kept: torch.dtype) -> None:
+    """Rows with fewer parts than others, and which those are changes; memory of parts that nobody writes holds NaN."""
+    cut = mla_decode.tiling(rows, 1, heads, 2048, BF16, kept, torch.cuda.get_device_capability() == (9, 0), True)
+    cut = cut if cut.apart else replace(cut, splits=4)
+
+    def made(seed: int) -> Case:
+        lengths = [(1, 65, 1025, 64, 130, 700, 577, 63)[row % 8] for row in range(rows)]
+        given = Paged(lengths, heads=heads, lora=512, rope=64, page=64, dtype=BF16, seed=seed, spare=1)
+        order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).cuda()
+        table, lens, kv = given.table[order], given.lengths[order], given.kv.to(kept)
+        w_uv = (randn(seed + 1, heads, 256, 512) * 512**-0.5)[:, 128:].transpose(1, 2)
+        out = torch.empty(rows, heads, 128, dtype=BF16, device="cuda")
+
+        def run() -> Results:
+            parts = mla_decode.decode_parts(given.query, kv, table, lens, given.scale, 64, 512, cut)
+            mla_values.project(*parts, lens, w_uv, out, cut.block_n)
+            return out, *parts
+
+        def want() -> Results:
+            latent = mla.paged_latent_reference(given.query, kv.float(), table, lens, given.scale, 64, 512)
+            return mla.project_output(latent, w_uv.double().to(latent.device)).view(rows, heads, 128).to(out.device)
+
+        return Case((given.query, kv, table, lens, w_uv), run, want, read=lambda results: results[:1])
 
     check(made)
 

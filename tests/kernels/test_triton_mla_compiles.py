@@ -1,4 +1,5 @@
-"""The prologue's kernels compile for Hopper on a machine without one, which the interpreter does not try."""
+"""Latent attention's kernels compile for Hopper on a machine without one, which the interpreter does not try: the
+prologue's, and those that leave parts of keys to W_UV's product."""
 from __future__ import annotations
 
 import pytest
@@ -11,13 +12,14 @@ SCRIPT = """
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from glowplug.kernels.triton import merge, mla_absorbed_fp8 as fp8, mla_expand, mla_prologue as kernels
+from glowplug.kernels.triton import merge, mla_absorbed_fp8 as fp8, mla_expand, mla_prologue as kernels, mla_values
 
-def build(kernel, pointers, constants):
+def build(kernel, pointers, constants, options=None):
     names = kernel.arg_names
     kinds = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
     at = {(names.index(name),): value for name, value in constants.items()}
-    made = compile(ASTSource(fn=kernel, signature=kinds, constexprs=at), target=GPUTarget("cuda", 90, 32))
+    made = compile(ASTSource(fn=kernel, signature=kinds, constexprs=at), target=GPUTarget("cuda", 90, 32),
+                   options=options)
     assert made.asm["cubin"] and made.metadata.shared <= 227 * 1024
     print(kernel.__name__)
 
@@ -36,6 +38,10 @@ for rows in (16, 64):
 for rows, block in ((16, 32), (64, 64)):
     build(kernels._by_heads, dict(x=x, w=x, out=x),
           dict(SIZE=512, COLUMNS=128, ROWS=rows, BLOCK=block, DEPTH=512, DEPENDENT=True, w_depth=1))
+for splits, warps in ((9, 4), (8, 4), (4, 8)):
+    build(mla_values._joined, dict(partial=x, lse="*fp32", lens="*i32", w=x, out=x),
+          dict(SPLITS=splits, BLOCK_S=16 if splits > 8 else splits, SHARES=4, DEPTH=128, ROWS=8, BLOCK=32, TILE=64,
+               DEPENDENT=True, w_depth=1), dict(num_warps=warps, launch_pdl=True))
 build(kernels._store, dict(latent=x, k_rope=x, cache="*fp8e4nv", slots="*i64"),
       dict(LORA=512, ROPE=64, BLOCK=1024, FP8=True))
 build(kernels._gather, dict(cache="*fp8e4nv", out=x, slots="*i32"), dict(SIZE=576, BLOCK=1024, ROWS=8))
@@ -44,9 +50,43 @@ build(merge._merge_into, dict(out="*fp32", lse="*fp32", part=x, part_lse="*fp32"
 """
 
 
+RING = """
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from glowplug.kernels.triton.mla_decode_hopper import mla_decode_hopper_kernel as kernel
+
+names = kernel.arg_names
+for cache, ring in ((gl.bfloat16, 2), (gl.float8e4nv, 3)):
+    for flat in (False, True):
+        constants = dict(C=512, R=64, BLOCK_M=16, RING=ring, PAGE=64, SPLIT=True, TREE=False, JOIN=0, FLAT=flat,
+                         DEPENDENT=True)
+        kinds = dict(query="*bf16", page_table="*i32", kv_lens="*i32", tree_mask="*i32", out="*bf16", lse="*fp32",
+                     joined="*bf16", tickets="*i32", scale="fp32", kv_scale="fp32",
+                     **dict.fromkeys(constants, "constexpr"))
+        for name, columns in (("latent_at", 512), ("rope_at", 64)):
+            layout = gl.NVMMASharedLayout.get_default_for([64, columns], cache)
+            kinds[name] = f"tensordesc<{cache}[64, {columns}], {layout!r}>"
+        source = GluonASTSource(kernel, {name: kinds.get(name, "i32") for name in names},
+                                constexprs={(names.index(name),): value for name, value in constants.items()})
+        made = compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4, launch_pdl=True))
+        assert made.asm["cubin"] and made.metadata.shared <= 227 * 1024
+        print(kernel.__name__)
+"""
+
+
+@pytest.mark.slow
+def test_decoding_for_hopper_compiles() -> None:
+    """Parts stored as they lie and side by side, of a cache in 16 bits and in FP8, whose ring is longer."""
+    done = uninterpreted.run("-c", RING)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["mla_decode_hopper_kernel"] * 4
+
+
 @pytest.mark.slow
 def test_they_compile_for_hopper() -> None:
     done = uninterpreted.run("-c", SCRIPT)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == ["_prologue"] * 8 + ["_by_heads_fp8"] * 4 + ["_by_heads"] * 2 + [
-        "_store", "_gather", "_spread", "_merge_into"]
+        *["_joined"] * 3, "_store", "_gather", "_spread", "_merge_into"]

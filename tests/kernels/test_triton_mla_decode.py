@@ -11,7 +11,7 @@ from torch import Tensor
 from glowplug.kernels import mla
 
 pytest.importorskip("triton")
-from glowplug.kernels.triton import mla_decode as kernel
+from glowplug.kernels.triton import mla_decode as kernel, mla_prologue, mla_values
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -130,6 +130,46 @@ def test_an_fp8_cache() -> None:
     case.check(case.cut(block_n=16, splits=2))
 
 
+@pytest.mark.parametrize("first_key", [0, 1])
+@pytest.mark.parametrize("rows,splits", [(1, 2), (7, 9), (9, 3)])
+def test_parts_joined_by_the_values_product(rows: int, splits: int, first_key: int) -> None:
+    """Against parts merged, then W_UV; rows without keys or with fewer parts than there are, whose memory holds NaN."""
+    lengths = [[1, 16, 17, 150, 129, 40, 33, 64, 5][(row + splits) % 9] for row in range(rows)]
+    case = Case(lengths, heads=3, lora=64, rope=16, first_key=first_key, seed=rows)
+    case.lengths[rows // 2] = 0 if rows > 1 else 1
+    cut = case.cut(block_n=16, splits=splits)
+    both = torch.randn(3, 96, 64, generator=torch.Generator().manual_seed(splits)).to(DEVICE) / 8
+    w_uv = both[:, 32:].transpose(1, 2)
+    out, wanted = (torch.full((rows, 3, 64), float("nan"), device=DEVICE) for _ in range(2))
+    partial, lse = parts_of(case, cut)
+    assert partial.isnan().any(), "not every row has every part"
+    mla_values.project(partial, lse, case.lengths, w_uv, out, cut.block_n)
+    mla_prologue.by_heads(case.run(cut), w_uv, wanted, 32, False)
+    torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
+    assert out[rows // 2].eq(0).all() == (rows > 1 or first_key == 1)
+    exact = mla.paged_latent_reference(case.query, case.kv.float(), case.table, case.lengths, case.scale, case.page, 64,
+                                       first_key)
+    exact = mla.project_output(exact, w_uv.double()).view_as(out)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+def parts_of(case: Case, cut: kernel.Tiling) -> tuple[Tensor, Tensor]:
+    """``decode_parts``, with NaN where by its contract nothing is written."""
+    made = kernel.decode_parts(case.query, case.kv, case.table, case.lengths, case.scale, case.page, case.lora, cut,
+                               case.first_key, case.tree, case.kv_scale)
+    for row, length in enumerate(case.lengths.tolist()):
+        tiles = -(-length // cut.block_n)
+        held = -(-tiles // max(1, -(-tiles // cut.splits)))
+        for part in made:
+            part[row, :, held:] = float("nan")
+    return made
+
+
+def test_the_values_product_takes_whole_shares_only() -> None:
+    assert mla_values.fits(512, 128) and mla_values.fits(256, 96)
+    assert not (mla_values.fits(512, 100) or mla_values.fits(384, 128) or mla_values.fits(32, 32))
+
+
 def test_the_tiling_fills_the_device() -> None:
     """At least two thirds of the multiprocessors have work in the rounds that it takes, unless a row is too short."""
     half = torch.bfloat16
@@ -150,3 +190,19 @@ def test_a_step_of_some_rows_has_no_more_parts_than_are_joined() -> None:
     others = (kernel.tiling(8, 1, 128, 4096, torch.bfloat16, torch.bfloat16, True),
               kernel.tiling(8, 1, 16, 4096, torch.bfloat16, torch.bfloat16))
     assert others[0].block_m == 64 and others[1].splits > kernel.JOINED
+
+
+def test_parts_are_left_to_the_values_product_where_that_was_measured() -> None:
+    half, narrow = torch.bfloat16, torch.float8_e4m3fn
+
+    def cut(rows: int, width: int = 1, heads: int = 16, context: int = 4096, kv: torch.dtype = half, ring: bool = True,
+            apart: bool = True) -> kernel.Tiling:
+        return kernel.tiling(rows, width, heads, context, half, kv, ring, apart)
+
+    assert {rows: cut(rows).splits for rows in (8, 16, 32)} == {8: 9, 16: 8, 32: 4}
+    assert all(cut(rows, heads=heads, kv=kv).apart
+               for rows in range(8, 33) for heads in (8, 16) for kv in (half, narrow))
+    others = (cut(1), cut(7), cut(33), cut(128), cut(8, width=2), cut(8, width=2, heads=8), cut(8, heads=32),
+              cut(8, heads=128), cut(8, context=kernel.SHORT + 1), cut(8, ring=False), cut(8, context=64),
+              cut(8, apart=False))
+    assert not any(other.apart for other in others) and others[-1].splits == kernel.JOINED

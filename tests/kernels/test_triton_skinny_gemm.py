@@ -33,6 +33,8 @@ def test_the_rule_leaves_what_it_does_not_do_better_to_others() -> None:
     assert rule(1, 129280, 7168) and rule(8, 2048, 2048) and rule(MOST, 2048, 2048)
     assert rule(1, 64, 20000) is None and rule(2, 2048, 10944) is None and rule(8, 64, 64) is None
     assert rule(MOST + 1, 2048, 2048) is None and rule(MOST, 3648, 2048) is None
+    assert rule(2, 21888, 2048) is None and rule(8, 21888, 2048) is None, "the dense layer's first product"
+    assert rule(1, 21888, 2048) and rule(8, 10944, 2048) and rule(8, 24576, 1536)
 
 
 @pytest.mark.gpu
