@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from glowplug.entrypoints import demo, llm
-from tests.e2e.test_served_model import folder as folder  # the tiny model folder with a tokenizer
+from tests.e2e.served_folder import write_served
 
 
 def test_the_demo_prints_plan_answer_and_speed(
-        folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(llm, "LLM", partial(llm.LLM, weights={"use": "random"}))
     parser = argparse.ArgumentParser()
     demo.configure(parser)
-    assert demo.run(parser.parse_args(["Hello?", "--model", str(folder), "--max-tokens", "9"])) == 0
+    assert demo.run(parser.parse_args(["Hello?", "--model", str(write_served(tmp_path)), "--max-tokens", "9"])) == 0
     printed = capsys.readouterr().out
     assert "DeepseekV3ForCausalLM" in printed and "attention.use" in printed and "> Hello?" in printed
     assert "9 prompt tokens, " in printed and "tokens/s" in printed

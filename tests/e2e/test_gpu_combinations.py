@@ -99,6 +99,7 @@ def test_what_cannot_run_is_left_out_with_the_reason(plugins: PluginSet, folder:
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(900)  # 60 s on an idle card; beside other processes several times that
 def test_every_pair_of_values_on_the_gpu(plugins: PluginSet, folder: Path) -> None:
     fitting, reasons = admitted(matrix(plugins, "cuda"), plugins, folder, "cuda")
     chosen = pairwise(fitting, 7, most=SAMPLED)

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import openai
 import pytest
 
 from glowplug.core.protocols import Worker
@@ -11,6 +10,8 @@ from glowplug.plugins.outputs.deepseek_r1 import DeepseekR1Options
 from glowplug.plugins.outputs.deepseek_r1_runtime import DeepseekR1
 from tests.e2e.fake_engine import TEXT, make_plan
 from tests.e2e.serving import Served, served
+
+openai = pytest.importorskip("openai", reason="the client that is tested comes with the extra `test`")
 
 
 @pytest.fixture(scope="module")

@@ -14,28 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import psutil
 import pytest
 
 from glowplug.entrypoints.server.serve import bind
-from tests.e2e.fake_engine import EOS, TEMPLATE, VOCAB, make_tokenizer
+from tests.e2e.served_folder import write_served
 from tests.e2e.serving import gauge
-from tests.tiny import write_config
+
+openai = pytest.importorskip("openai", reason="the clients come with the extra `test`")
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A V3 config with a byte-level tokenizer; its weights are drawn by the seed."""
-    path = write_config(tmp_path_factory.mktemp("served"), "v3")
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "vocab_size": VOCAB, "eos_token_id": EOS}))
-    make_tokenizer().backend.save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(json.dumps(
-        {"chat_template": TEMPLATE, "bos_token": "<bos>", "eos_token": "<eos>"}))
-    return path
+    return write_served(tmp_path_factory.mktemp("served"))
 
 
 class Serving:

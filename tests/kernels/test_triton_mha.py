@@ -1,5 +1,5 @@
 """Paged multi-head attention in Triton against its definition: lengths around tiles and splits, widths, trees, groups,
-odd sizes; ragged chunks with and without a cached prefix; what is stored."""
+odd sizes; ragged chunks with and without a cached prefix."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -14,7 +14,6 @@ from glowplug.kernels import mha
 pytest.importorskip("triton")
 from glowplug.kernels.triton import mha_decode as kernel
 from glowplug.kernels.triton.mha_prefill import mha_prefill
-from glowplug.kernels.triton.mha_store import mha_store
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -142,24 +141,3 @@ def test_a_chunk_without_keys_is_zero() -> None:
     case = Case([17, 20], queries=[4, 20], heads=2, dim=24, seed=8)
     case.lengths[0] = 0
     case.check_prefill()
-
-
-def test_keys_and_values_are_stored() -> None:
-    generator = torch.Generator().manual_seed(1)
-    wide = torch.randn(5, 6, 12, generator=generator).to(DEVICE)
-    caches = torch.full((2, 32, 2, 12), float("nan"), device=DEVICE)
-    slots = torch.tensor([3, 31, 8, 0, 16], device=DEVICE)
-    mha_store(wide[:, 2:4], wide[:, 4:], *caches, slots, follows=True)
-    assert torch.equal(caches[0][slots], wide[:, 2:4]) and torch.equal(caches[1][slots], wide[:, 4:])
-    assert int(torch.isfinite(caches).sum()) == 2 * 5 * 24
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_what_eight_bits_cannot_hold_saturates(dtype: torch.dtype) -> None:
-    k = torch.tensor([1e6, -1e6, 0.5, 3.0], device=DEVICE, dtype=torch.bfloat16).view(1, 1, 4)
-    caches = torch.zeros(2, 4, 1, 4, device=DEVICE).to(dtype)
-    mha_store(k, -k, *caches, torch.tensor([2], device=DEVICE), follows=False)
-    most = torch.finfo(dtype).max
-    assert caches[0][2].float().tolist() == [[most, -most, 0.5, 3.0]]
-    assert caches[1][2].float().tolist() == [[-most, most, -0.5, -3.0]]

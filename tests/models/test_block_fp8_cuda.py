@@ -134,13 +134,16 @@ def test_experts(native: bool, inter: int, shared: int) -> None:
     assert method.apply(x[:0], ids[:0].to(DEVICE), weights[:0].to(DEVICE)).shape == (0, hidden)
 
 
-def mixture(checkpoint: Checkpoint, x: Tensor, ids: Tensor, weights: Tensor, shared: int) -> Tensor:
-    """The experts' weighted sum, and the whole shared expert with weight 1."""
+def mixture(checkpoint: Checkpoint, x: Tensor, ids: Tensor, weights: Tensor, shared: int,
+            between: torch.dtype = torch.float32) -> Tensor:
+    """The experts' weighted sum, and the whole shared expert with weight 1; ``between`` the products rows have a dtype
+    of their own."""
     x = fp8.fake_quantize_tokens(x)
 
     def expert(prefix: str, row: Tensor) -> Tensor:
         gate, up, down = (checkpoint.dense[f"{prefix}.{part}_proj"] for part in ("gate", "up", "down"))
-        return fp8.fake_quantize_tokens(silu_and_mul(torch.cat([row @ gate.t(), row @ up.t()], 1))) @ down.t()
+        hidden = torch.cat([row @ gate.t(), row @ up.t()], 1).to(between).float()
+        return fp8.fake_quantize_tokens(silu_and_mul(hidden)) @ down.t()
 
     out = torch.zeros_like(x)
     for token in range(x.shape[0]):
@@ -173,20 +176,26 @@ def test_every_provider(gemm: str, tokens: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 33, 300])
 def test_experts_by_grouped_products(tokens: int) -> None:
+    """The library's rows are bfloat16 between its products, where our kernel's may be float32: numbers then fall into
+    the next step of E4M3 here and there, and the two differ by 1.5e-2, so theirs are compared with rows rounded alike.
+    What is left is the order of sums: 2^-12 of a row's size moves the result by 0.7e-2, rounding to E4M3 as such by
+    2.3e-2. Of a single token's two rows one number may make 3.5e-2, hence draws of 48 rows or more.
+    """
     pytest.importorskip("deep_gemm")
     count, hidden, inter = 6, 512, 256
     checkpoint = Checkpoint(True, seed=tokens)
     for expert in range(count):
         for part, shape in (("gate", (inter, hidden)), ("up", (inter, hidden)), ("down", (hidden, inter))):
             checkpoint.add(f"m.experts.{expert}.{part}_proj", *shape)
-    shape = ExpertsShape("m.experts", count, 0, hidden, inter, 0, inter, count)
-    methods = [Fp8ExpertsCuda(shape, DTYPE, DEVICE, True, Grouped(by)) for by in ("triton", "deep_gemm")]
-    for method in methods:
-        checkpoint.load(method)
-    for _ in range(2):
-        x = checkpoint.randn(tokens, hidden).to(DEVICE, DTYPE)
-        ids = torch.stack([torch.randperm(count)[:3] for _ in range(tokens)]).to(DEVICE, torch.int32)
+    method = Fp8ExpertsCuda(ExpertsShape("m.experts", count, 0, hidden, inter, 0, inter, count), DTYPE, DEVICE, True,
+                            Grouped("deep_gemm"))
+    checkpoint.load(method)
+    found, wanted = [], []
+    for _ in range(max(2, 24 // tokens)):
+        x = checkpoint.randn(tokens, hidden).to(DTYPE)
+        ids = checkpoint.randn(tokens, count).argsort(1)[:, :3].to(torch.int32).contiguous()
         ids[0, 0] = -1
-        weights = torch.rand(tokens, 3, device=DEVICE)
-        ours, theirs = (method.apply(x, ids, weights) for method in methods)
-        near(theirs, ours.float(), 1.5e-2)
+        weights = checkpoint.randn(tokens, 3).sigmoid()
+        found.append(method.apply(x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE)))
+        wanted.append(mixture(checkpoint, x.float(), ids, weights, 0, between=torch.bfloat16))
+    near(torch.cat(found), torch.cat(wanted).to(DEVICE), 2e-2)

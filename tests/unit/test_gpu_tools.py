@@ -50,6 +50,66 @@ def test_what_the_sanitizer_said_is_read() -> None:
     assert "norm._norm" in report["kernels"] and "route._route" in report["kernels_not_launched"]
 
 
+LIBRARIES = """
+========= COMPUTE-SANITIZER
+========= Uninitialized __global__ memory read of size 4 bytes
+=========     at void cublasLt::splitKreduce_kernel<(int)32, (int)16, float>(cublasLt::Params<T6>, const T4 *)+0xff0
+=========     by thread (1,0,0) in block (2,0,0)
+========= Uninitialized __global__ memory read of size 2 bytes
+=========     at void at::native::<unnamed>::CatArrayBatchedCopy<at::native::<unnamed>::Opaque<(int)2>>(T1 *)+0xbc0
+========= Uninitialized __global__ memory read of size 2 bytes
+=========     at void at::native::<unnamed>::CatArrayBatchedCopy<at::native::<unnamed>::Opaque<(int)2>>(T1 *)+0xbc0
+2 passed in 3.21s
+"""
+
+
+def test_reports_of_libraries_are_counted_apart() -> None:
+    """What was printed of ours, or was not printed at all, stays ours."""
+    found = gpu_sanitize.read("test_x.py", "initcheck", LIBRARIES + "========= ERROR SUMMARY: 3 errors\n", 1.0)
+    assert found.clean and found.errors == 0
+    named = {"cublasLt::splitKreduce_kernel": 1, "at::native::CatArrayBatchedCopy": 2}
+    assert found.in_libraries == named
+    said = gpu_sanitize.report([found], 1.0, [(Path("test_x.py"), "initcheck", False)])
+    assert said["tools"]["initcheck"]["in_libraries"] == named and said["clean"]
+    more = gpu_sanitize.read("test_x.py", "initcheck", LIBRARIES + "========= ERROR SUMMARY: 9 errors\n", 1.0)
+    assert more.errors == 6 and not more.clean
+    ours = gpu_sanitize.read("test_x.py", "initcheck", LOG, 1.0)
+    assert ours.errors == 3 and not ours.in_libraries
+    assert gpu_sanitize.read("test_x.py", "initcheck", LIBRARIES, 1.0).errors is None
+
+
+def test_products_on_the_host() -> None:
+    """Of half precision: as torch gives them, wherever they go; others are left alone."""
+    generator = torch.Generator().manual_seed(4)
+    x, w = (torch.randn(3, 5, 5, generator=generator).bfloat16() for _ in range(2))
+    wanted = torch.bmm(x.float(), w.float())
+    with gpu_sanitize.OnHost("cpu"):
+        wide = torch.mm(x[0], w[0], out_dtype=torch.float32)
+        whole, strided = x @ w, torch.zeros(3, 5, 9, dtype=torch.bfloat16)[..., 2:7]
+        torch.bmm(x, w, out=strided)
+        added = torch.addmm(x[1], x[0], w[0], alpha=2)
+        turned = torch.nn.functional.linear(x[0], w[0])
+        other = torch.mm(x[0].double(), w[0].double())
+    assert torch.equal(wide, wanted[0]) and torch.equal(whole, wanted.bfloat16()) and torch.equal(strided, whole)
+    assert torch.equal(added, torch.addmm(x[1].float(), x[0].float(), w[0].float(), alpha=2).bfloat16())
+    assert torch.equal(turned, (x[0].float() @ w[0].float().t()).bfloat16()) and other.dtype == torch.float64
+
+
+class _Item:
+    """What of pytest's items is looked at."""
+
+    def __init__(self, nodeid: str) -> None:
+        self.nodeid, self.function = nodeid, test_distances
+
+
+def test_every_function_has_a_turn_before_one_has_two() -> None:
+    items: list[object] = [_Item(f"f.py::{name}[{n}]") for name in ("test_a", "test_b", "test_c") for n in range(4)]
+    items.append(_Item("f.py::test_d"))
+    gpu_sanitize.Few(1.0, False).pytest_collection_modifyitems(None, items)  # type: ignore[arg-type]
+    turns = [item.nodeid.partition("[")[0][-1] for item in items]  # type: ignore[attr-defined]
+    assert "".join(turns) == "abcdabc"
+
+
 def test_tensors_that_are_filled_under_initcheck() -> None:
     """Those of the makers in the list, which exist, and no other; in a kernels' test torch fills all."""
     for maker in gpu_sanitize.PADDED:
