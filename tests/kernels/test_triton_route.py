@@ -159,7 +159,7 @@ def test_few_experts_that_a_library_scores(sigmoid: bool, scored: list[int], mon
     found = route(x, weight, bias, 6, 1, 1, False, 1.0, 2)
     assert scored == [37] and torch.equal(found[1], wanted[1])
     assert sum(len(set(scores)) < 64 for scores in (x.float() @ weight.float().t()).tolist()) > 30, "there are ties"
-    torch.testing.assert_close(found[0], wanted[0], rtol=1e-6 if GPU else 0, atol=0, equal_nan=True)
+    torch.testing.assert_close(found[0], wanted[0], rtol=2e-6 if GPU else 0, atol=0, equal_nan=True)
     begun = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     told = route(x, weight, bias, 6, 1, 1, False, 1.0, 2, begun)
     assert scored == [37] and int(begun) == 1
