@@ -16,9 +16,8 @@ from tests.kernels.test_triton_mla_decode import Case
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("splits", [1, 2, 8, 16])
-@pytest.mark.parametrize("heads,ring", [(16, False), (16, True), (32, True), (128, True)])
+@pytest.mark.parametrize("heads,ring,splits,fp8", [(16, False, 2, False), (16, True, 2, False), (16, True, 2, True),
+                                                   (16, True, 16, False), (128, True, 2, False)])
 def test_they_are_zeros(heads: int, ring: bool, splits: int, fp8: bool) -> None:
     case = Case([20, 0, 700, 0], heads=heads, page=64, dtype=torch.bfloat16, seed=splits, **SIZES)
     if fp8:
