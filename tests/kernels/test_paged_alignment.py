@@ -67,14 +67,14 @@ def test_nothing_wider_than_an_entry_allows_is_fetched() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("page", [1, 2, 7, 16, 64])
+@pytest.mark.parametrize("page", [1, 16, 64])
 def test_entries_of_40_bytes(page: int) -> None:
     case = MlaCase([15, 50, 64, 80], lora=16, rope=4, page=page, dtype=torch.bfloat16, seed=page)
     case.check(case.cut(), 1e-2)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("page", [1, 2, 7, 16, 64])
+@pytest.mark.parametrize("page", [1, 16, 64])
 def test_heads_of_24_bytes(page: int) -> None:
     case = MhaCase([15, 50, 64, 80], heads=3, kv_heads=1, dim=12, page=page, dtype=torch.bfloat16, seed=page)
     case.check(case.cut(), 1e-2)
