@@ -147,8 +147,8 @@ def only_padded_filled() -> Iterator[None]:
 
 
 class OnHost(TorchDispatchMode):
-    """torch's products of half precision on a device, computed in float32 on the host and copied. cuBLAS's kernels
-    store by TMA, which initcheck does not see: whoever reads such a product would seem to read what nobody wrote.
+    """torch's products of half precision on a device, computed in float32 on the host and copied. initcheck does
+    not see what cuBLAS's kernels store (by TMA, it seems): who reads it would seem to read what nobody wrote.
 
     NOTE: leaving libraries' kernels out (``--kernel-name-exclude``) makes it worse: their writes then do not count.
     """
