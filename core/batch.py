@@ -51,6 +51,7 @@ class Batch:
     page_table: Any = None  #: torch int32 [B, P]
     tree_mask: Any = None  #: torch int64 [D, W]: bit j of a token: it sees its row's own token j; None: causal
     logits_index: Any = None  #: torch int64 [N] tokens whose logits are wanted, or None: all of them
+    ends: Ends | None = None  #: tokens at ``logits_index`` as a step of their own: what goes through the last layer
     extra: dict[str, Any] = field(default_factory=dict)  #: parallel and speculative plugins' own fields, by plugin
 
     @property
@@ -65,6 +66,21 @@ class Batch:
     def decode_tokens(self) -> int:
         """Tokens of the decoding rows, which lead the flattened order."""
         return int(self.query_lens[: self.num_decodes].sum())
+
+
+@dataclass(eq=False)
+class Ends:
+    """The tokens of a step that are sampled from, for the last layer.
+
+    Attributes:
+        count: N of them; what lies behind in the others only fills up.
+        tokens: int64 [E] where they stand among the step's.
+        batch: they as E rows that decode one token each, complete but for ``input_ids`` and ``row_ids``.
+    """
+
+    count: int
+    tokens: torch.Tensor
+    batch: Batch
 
 
 @dataclass(eq=False)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from glowplug.core import checks_draft, checks_ranks
+from glowplug.core import checks_draft, checks_ranks, last_layer_choice
 from glowplug.core.checking import instead, listed, reads, refuse
 from glowplug.core.component import CONTRACT, Chosen, Component
 from glowplug.core.draft import Draft
@@ -28,7 +28,8 @@ from glowplug.core.offers import (
 )
 from glowplug.core.slots import SLOTS, Slot
 
-MODULES = (checks_draft, checks_ranks)  #: more checks, which register themselves when they are imported
+#: more checks, which register themselves when they are imported
+MODULES = (checks_draft, checks_ranks, last_layer_choice)
 
 
 # ---- one component against the facts --------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from glowplug.core.checks import component_checks, missing_packages
 from glowplug.core.component import CONTRACT, Chosen, Component, Options
 from glowplug.core.draft import Draft, chosen_of
 from glowplug.core.errors import Refusal
+from glowplug.core.last_layer_choice import choose_last_layer
 from glowplug.core.offers import FLOAT_DTYPES, ModelOffers, ParallelOffers
 from glowplug.core.options import SpeculativeOptions
 from glowplug.core.plugin_loading import Registration
@@ -31,6 +32,7 @@ def choose(draft: Draft) -> None:
         if slot.name in ("speculative", "parallel"):
             _numbers(draft)
     _overlap(draft)
+    choose_last_layer(draft)
 
 
 # ---- device and dtype -----------------------------------------------------------------------------------------------
@@ -296,6 +298,7 @@ def _overlap(draft: Draft) -> None:
         draft.decide("scheduler.overlap", False, "auto", "the CPU computes a step while it is launched")
     else:
         draft.decide("scheduler.overlap", True, "auto", "the next step starts before the last one is read")
+
 
 
 def unavailable(component: Component, packages: dict[str, str]) -> str:

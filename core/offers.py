@@ -227,6 +227,7 @@ class ModelOffers(Offers):
         moe: it has routed experts.
         nextn: it can build a multi-token-prediction layer.
         draft_architectures: architectures of folders that hold such a layer alone; they draft and are never served.
+        sampled_last_layer: its last layer may run for some tokens of a step alone (``protocols.SampledLastLayer``).
     """
 
     architectures: frozenset[str] = frozenset()
@@ -234,6 +235,7 @@ class ModelOffers(Offers):
     moe: bool = False
     nextn: bool = False
     draft_architectures: frozenset[str] = frozenset()
+    sampled_last_layer: bool = False
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,9 @@ class SchedulerOptions(Options):
     chunk_size: int | None = Field(None, ge=1, description="most prompt tokens a step; None: the plan decides")
     overlap: bool | None = Field(
         None, description="launch the next step before the last one is read; None: where a device computes by itself")
+    last_layer: Literal["auto", "all", "sampled"] = Field(
+        "auto", description="tokens of a step that go through the last layer; of prompts only those sampled from, on a "
+                            "device by itself: their keys are cached all the same")
 
 
 class PolicyOptions(Options):

@@ -95,6 +95,7 @@ class EnginePlan:
     plugins: tuple[str, ...]  #: names of the loaded plugin modules, defaults first
     fingerprint: str  #: of the plugin set (``PluginSet.fingerprint``); ranks with another one refuse to start
     hosts: int = 1  #: hosts that carry the ranks: neighbours together, in equal numbers
+    sampled_last_layer: bool = False  #: prompts go through the last layer with their sampled tokens alone
     growing_segments: bool = False  #: ranks have torch's allocator grow its segments, unless its own variable is set
 
     def choice(self, slot: str) -> Choice:

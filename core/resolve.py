@@ -186,7 +186,7 @@ def _freeze(draft: Draft, sizes: Sizes, budget: tuple[BudgetLine, ...]) -> Engin
         seed=config.seed, overlap=values["overlap"], choices=_choices(draft), decisions=tuple(draft.decisions),
         budget=budget, sizes=sizes, mesh=values["mesh"], facts=draft.facts, config=recorded(draft.parsed.raw),
         plugins=plugins.names, fingerprint=plugins.fingerprint, hosts=values["hosts"],
-        growing_segments=values["growing_segments"])
+        sampled_last_layer=values["sampled_last_layer"], growing_segments=values["growing_segments"])
 
 
 def _choices(draft: Draft) -> tuple[Choice, ...]:

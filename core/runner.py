@@ -5,6 +5,7 @@ later when steps overlap. Nothing here knows which model, backend or algorithm i
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,11 +16,21 @@ from numpy.typing import NDArray
 
 from glowplug.core.batch import Accepted, Batch, PromptLogprobs, StepResult
 from glowplug.core.host_copy import Copy, HostCopier
+from glowplug.core.last_layer import HostEnds
 from glowplug.core.memory.step_bytes import SCORED
 from glowplug.core.placement import send, slots_at
-from glowplug.core.protocols import AttentionBackend, GraphRunner, Model, Sampler, SpeculativeAlgorithm
+from glowplug.core.protocols import (
+    AttentionBackend,
+    GraphRunner,
+    Model,
+    SampledLastLayer,
+    Sampler,
+    SpeculativeAlgorithm,
+)
 from glowplug.core.rows import SequenceTable
 from glowplug.core.segments import DIRECT, Cuts
+
+Forward = Callable[[torch.Tensor, torch.Tensor, Batch], torch.Tensor]
 
 
 @dataclass(eq=False)
@@ -75,11 +86,15 @@ class Runner:
 
     def __init__(self, *, model: Model, attention: AttentionBackend, speculative: SpeculativeAlgorithm,
                  sampler: Sampler, graphs: GraphRunner, table: SequenceTable, device: str,
-                 cuts: Cuts | None = None) -> None:
+                 cuts: Cuts | None = None, sampled_last_layer: bool = False) -> None:
         self.model, self.attention, self.speculative = model, attention, speculative
         self.sampler, self.graphs, self.table, self.cuts = sampler, graphs, table, cuts or Cuts()
         self.device = torch.device(device)
         self._copier = None if self.device.type == "cpu" else HostCopier()
+        self._parted: SampledLastLayer | None = None
+        if sampled_last_layer:
+            assert isinstance(model, SampledLastLayer), "the plan asked the model's offers"
+            self._parted = model
         self._speculates, self._on_host = speculative.width() > 1, self.device.type == "cpu"
 
     def launch(self, batch: Batch) -> InFlight:
@@ -128,9 +143,24 @@ class Runner:
         if not self._speculates:
             self._feed(batch)
         replayed = self.graphs.pass_for(batch) if batch.segments is DIRECT else None
-        forward = self.model.forward if replayed is None else replayed
-        hidden = forward(batch.input_ids, batch.positions, batch)
-        return hidden, self.model.logits(hidden if batch.logits_index is None else hidden[batch.logits_index])
+        if self._parted is not None and (replayed is not None or batch.ends is not None):
+            hidden = self._in_parts(self._parted, replayed or self.forward, batch)
+        else:
+            hidden = (replayed or self.model.forward)(batch.input_ids, batch.positions, batch)
+        everything = batch.logits_index is None or batch.ends is not None
+        return hidden, self.model.logits(hidden if everything else hidden[batch.logits_index])
+
+    def _in_parts(self, model: SampledLastLayer, trunk: Forward, batch: Batch) -> torch.Tensor:
+        """Hidden states [T, hidden], or of ``batch.ends`` alone [N, hidden]."""
+        stream = trunk(batch.input_ids, batch.positions, batch)
+        if batch.ends is not None and batch.ends.count:
+            self.attention.plan_step(batch.ends.batch, None)
+        return model.tail(stream, batch.positions, batch)
+
+    @property
+    def forward(self) -> Forward:
+        """See ``protocols.Steps``."""
+        return self.model.forward if self._parted is None else self._parted.trunk
 
     def _accept(self, batch: Batch, logits: torch.Tensor, hidden: torch.Tensor) -> Accepted:
         accepted = self.speculative.accept(logits, hidden, batch, self.sampler)
@@ -165,12 +195,17 @@ class Runner:
         wanted = self._logits_index(batch, starts)
         if wanted is not None:
             parts.append(wanted)
+        ends = None
+        if wanted is not None and self._parted is not None and batch.prompt_logprobs is None:
+            ends = HostEnds.of(wanted, token_row, positions, slots, batch.pages)
+            parts += ends.parts()
         views = send(parts, self.device)
         batch.positions, batch.slots, batch.row_ids = views[0].long(), views[1].long(), views[2].long()
         batch.kv_lens_device, batch.query_starts = views[3], views[4]
         batch.page_table = views[6].view(batch.pages.shape)
         batch.logits_index = views[7].long() if wanted is not None else None
         batch.input_ids = views[5].long()
+        batch.ends = None if ends is None else ends.on_device(batch.step, views[8:])
 
     def _exact_lengths(self, batch: Batch) -> NDArray[np.int32]:
         """``kv_lens`` where the device is this host, and the lengths that live on it are at hand."""

@@ -114,7 +114,8 @@ class RankBuilder:
         return Runner(model=model, attention=context.attention, speculative=speculative,
                       sampler=self.component("sampling"), graphs=self.component("graphs"),
                       table=SequenceTable(sizes.max_running, sizes.positions, sizes.page_size),
-                      device=self.worker.device, cuts=context.cuts)
+                      device=self.worker.device, cuts=context.cuts,
+                      sampled_last_layer=self.plan.sampled_last_layer)
 
     def _behind(self, context: BuildContext) -> BuildContext:
         """What a draft model builds from: cache layers behind the target's, and the facts of its own folder."""

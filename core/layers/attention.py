@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glowplug.core.batch import Ends
 from glowplug.core.build import BuildContext
 from glowplug.core.layers.linear import Linear, Part
 from glowplug.core.layers.module import Module
 from glowplug.core.layers.norm import RmsNorm
+from glowplug.core.placement import rows_at
 from glowplug.core.protocols import Parts, RopeRows
 
 BLOCK = 128  #: rows and columns of a stored block
@@ -121,9 +123,24 @@ class MlaAttention(Module):
 
     def fill(self, x: Any, at: object, slots: Tensor) -> None:
         """Cache what later tokens read of x [T, hidden], at slots int64 [T], and no more."""
-        _, latent, k_rope = self.input_proj.forward(x).split_with_sizes(self._split, dim=-1)
+        self._fill(self.input_proj.forward(x), at, slots)
+
+    def _fill(self, projected: Tensor, at: object, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The input product's queries as they are; latent normed and k_rope rotated, as they are cached now."""
+        first, latent, k_rope = projected.split_with_sizes(self._split, dim=-1)
         k_rope = k_rope.unsqueeze(1)
-        self._store(self.kv_norm.forward(latent), self._rope(k_rope[:, :0], k_rope, at)[1].squeeze(1), slots, self)
+        rows = self.kv_norm.forward(latent), self._rope(k_rope[:, :0], k_rope, at)[1].squeeze(1)
+        self._store(*rows, slots, self)
+        return first, *rows
+
+    def forward_ends(self, x: Any, at: object, slots: Tensor, ends: Ends, ends_at: object) -> Tensor | Parts:
+        """As ``fill``, then attention for E of the tokens alone, as the step of one token a row that is planned:
+        [E, hidden]. ends_at: rope rows of these."""
+        first, latent, k_rope = self._fill(self.input_proj.forward(x), at, slots)
+        first, latent, k_rope = (rows_at(part, ends.tokens) for part in (first, latent, k_rope))
+        q_nope, q_rope = self._query(first).split_with_sizes(self._split_query, dim=-1)
+        q_rope = self._rope(q_rope, q_rope[:, :0], ends_at)[0]
+        return self.o_proj.forward_parts(self._mla(q_nope, q_rope, latent, k_rope, self))
 
 
 class MhaAttention(Module):

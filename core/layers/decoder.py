@@ -1,11 +1,11 @@
 """A pre-norm decoder layer, and the stack of them that most language models are."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence as Seq
 
 from torch import Tensor
 
-from glowplug.core.batch import Batch
+from glowplug.core.batch import Batch, Ends
 from glowplug.core.build import BuildContext
 from glowplug.core.layers.attention import MhaAttention, MlaAttention
 from glowplug.core.layers.embedding import Embedding, LmHead, TiedHead
@@ -14,6 +14,7 @@ from glowplug.core.layers.module import Module
 from glowplug.core.layers.moe import Moe
 from glowplug.core.layers.norm import RmsNorm
 from glowplug.core.layers.rope import Rope
+from glowplug.core.placement import rows_at
 from glowplug.core.protocols import Parts
 
 
@@ -41,6 +42,24 @@ class DecoderLayer(Module):
         return self._parallel.enter_attention(y, batch), residual
 
 
+    def fill(self, stream: Tensor, at: object, slots: Tensor) -> None:
+        """Cache keys and values of stream [T, hidden], and no more."""
+        assert isinstance(self.attention, MlaAttention)
+        self.attention.fill(self.input_norm.forward(stream), at, slots)
+
+    def ends(self, stream: Tensor, at: object, slots: Tensor, ends: Ends,
+             ends_at: object) -> tuple[Tensor | Parts, Tensor]:
+        """As ``forward`` for the tokens of ``ends`` alone; keys and values of all of stream [T, hidden] are cached.
+
+        at, ends_at: rope rows of all and of the ends; slots int64 [T]. Needs latent attention.
+        """
+        assert isinstance(self.attention, MlaAttention)
+        normed, residual = self.input_norm.add(stream, None)
+        attended = self.attention.forward_ends(normed, at, slots, ends, ends_at)
+        normed, residual = self.post_norm.add(attended, rows_at(residual, ends.tokens))
+        return self.feed_forward.forward(normed, ends.batch), residual
+
+
 class DecoderModel(Module):
     """Embedding, layers, final norm, head: everything of ``protocols.Model`` but ``ignored``.
 
@@ -61,12 +80,35 @@ class DecoderModel(Module):
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """int64 [T], int64 [T] -> normed hidden states [T, hidden]."""
+        return self.norm.add(*self._through(self.layers, input_ids, positions, batch))[0]  # type: ignore[no-any-return]
+
+    def _through(self, layers: Seq[DecoderLayer], input_ids: Tensor, positions: Tensor,
+                 batch: Batch) -> tuple[Tensor | Parts, Tensor | None]:
         at = self.rope.at(positions)
         x: Tensor | Parts = self.embed.forward(input_ids)
         residual = None
-        for layer in self.layers:
+        for layer in layers:
             x, residual = layer.forward(x, residual, at, batch)
-        return self.norm.add(x, residual)[0]  # type: ignore[no-any-return]
+        return x, residual
+
+    def trunk(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
+        """See ``protocols.SampledLastLayer``.
+
+        NOTE: the last layer's norm adds up what ``tail`` begins with, and norms it once more there: 0.1% of a prompt.
+        """
+        x, residual = self._through(self.layers[:-1], input_ids, positions, batch)
+        return self.layers[-1].input_norm.add(x, residual)[1]
+
+    def tail(self, stream: Tensor, positions: Tensor, batch: Batch) -> Tensor:
+        """See ``protocols.SampledLastLayer``."""
+        last, at, ends = self.layers[-1], self.rope.at(positions), batch.ends
+        if ends is None:
+            return self.norm.add(*last.forward(stream, None, at, batch))[0]  # type: ignore[no-any-return]
+        if not ends.count:
+            last.fill(stream, at, batch.slots)
+            return stream[:0]
+        x, residual = last.ends(stream, at, batch.slots, ends, self.rope.at(ends.batch.positions))
+        return self.norm.add(x, residual)[0][: ends.count]  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] -> float32 [N, V]."""

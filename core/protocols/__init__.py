@@ -28,6 +28,7 @@ from glowplug.core.protocols.graphs import (
 from glowplug.core.protocols.models import (
     Model as Model,
     ModelFamily as ModelFamily,
+    SampledLastLayer as SampledLastLayer,
     StreamingSource as StreamingSource,
     WeightSource as WeightSource,
     WeightTarget as WeightTarget,

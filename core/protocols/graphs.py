@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from glowplug.core.batch import Accepted, Batch
 from glowplug.core.offers import Mode
 from glowplug.core.plan import EnginePlan
-from glowplug.core.protocols.models import Model
 from glowplug.core.protocols.sampling import Sampler
 from glowplug.core.segments import Cuts
 
@@ -21,14 +20,17 @@ class Steps(Protocol):
     Attributes:
         sampler: as the runner uses it.
         device: torch device it runs on.
-        model: the target, whose pass may also be captured by itself.
+        forward: the target's pass over a step with prompts in it, which may also be captured by itself:
+            ``Model.forward``, or ``SampledLastLayer.trunk``.
         cuts: where such a pass is cut into pieces.
     """
 
     sampler: Sampler
     device: Any
-    model: Model
     cuts: Cuts
+
+    @property
+    def forward(self) -> Callable[[Tensor, Tensor, Batch], Tensor]: ...
 
     def step(self, batch: Batch) -> tuple[Accepted, Tensor]:
         """Run a batch whose device fields are filled in, piece by piece through ``batch.segments``: what it yields,
@@ -58,7 +60,7 @@ class GraphRunner(Protocol):
         ...
 
     def pass_for(self, batch: Batch) -> Callable[[Tensor, Tensor, Batch], Tensor] | None:
-        """For a step that no slot replays: what stands for ``Model.forward`` in it, or None for that itself. Attention
+        """For a step that no slot replays: what stands for ``Steps.forward`` in it, or None for that itself. Attention
         has planned the step as it is, and what comes back is valid until the next pass."""
         ...
 

@@ -82,6 +82,23 @@ class Model(Protocol):
         ...
 
 
+@runtime_checkable
+class SampledLastLayer(Model, Protocol):
+    """A model whose last layer may run for some tokens of a step alone (``ModelOffers.sampled_last_layer``)."""
+
+    def trunk(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
+        """int64 [T], int64 [T] -> what the last layer adds to, [T, hidden]."""
+        ...
+
+    def tail(self, stream: Tensor, positions: Tensor, batch: Batch) -> Tensor:
+        """``trunk``'s result -> final hidden states (normed): [T, hidden], as ``forward`` gives; or, where the batch
+        has ``ends``, [N, hidden] of these, with every token of the step cached.
+
+        ``AttentionBackend.plan_step`` was last called for the batch, or for that of its ends.
+        """
+        ...
+
+
 class ModelFamily(Protocol):
     def build(self, context: BuildContext) -> Model:
         """The model with empty weights. No collective, no file access."""

@@ -82,7 +82,7 @@ class _Call:
 
 
 class Pass:
-    """A captured pass of ``tokens`` tokens; called like ``Model.forward`` with as many at most."""
+    """A captured pass of ``tokens`` tokens; called like ``Steps.forward`` with as many at most."""
 
     def __init__(self, tokens: int, memory: PassMemory, tape: Tape) -> None:
         self.tokens, self._memory, self._tape = tokens, memory, tape
@@ -101,7 +101,7 @@ class Pass:
     def _forward(self, steps: Steps) -> Tensor:
         steps.cuts.taker = self._take
         try:
-            return steps.model.forward(self._ids, self._positions, self._batch)
+            return steps.forward(self._ids, self._positions, self._batch)
         finally:
             steps.cuts.taker = None
 

@@ -124,7 +124,7 @@ def test_lines_of_tiny_models(name: str, steps: int, tmp_path: Path) -> None:
         checked(f"{name}+{steps}", llm, alone, 0.5, before)
 
 
-@pytest.mark.parametrize(("name", "layers"), [("deepseek-v2-lite", 3), ("deepseek-v3", 4)])
+@pytest.mark.parametrize(("name", "layers"), [("deepseek-v2-lite", 4), ("deepseek-v3", 5)])
 def test_lines_of_published_shapes_with_a_full_cache(name: str, layers: int, tmp_path: Path) -> None:
     """512 requests over a pool that takes all that is left: no error, and no step beyond what was measured."""
     folder, alone = shape(tmp_path, name, num_hidden_layers=layers, num_nextn_predict_layers=0), processes() <= 0

@@ -1,0 +1,42 @@
+"""Which tokens of prompts go through the last layer, and why: what ``scheduler.last_layer`` comes to. No torch."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from glowplug.core.checking import reads
+from glowplug.core.draft import Draft
+from glowplug.core.errors import Refusal
+from glowplug.core.offers import ModelOffers
+
+FIELD = "scheduler.last_layer"
+
+
+def choose_last_layer(draft: Draft) -> None:
+    """On a device those that are sampled from, where that can be; on a CPU, which the others are judged by, all."""
+    asked, source = draft.config.scheduler.last_layer, draft.source(FIELD)
+    needed, on_cpu = _needs_all(draft), draft.values["device"] == "cpu"
+    draft.values["sampled_last_layer"] = not needed and (asked == "sampled" or asked == "auto" and not on_cpu)
+    if asked != "auto" and source is not None:
+        draft.decide(FIELD, asked, *source)
+    elif not on_cpu:
+        draft.decide(FIELD, "all" if needed else "sampled", "auto",
+                     needed or "of prompts only tokens sampled from go through it; the others are cached")
+
+
+@reads("model", "speculative", "parallel")
+def check_last_layer(draft: Draft) -> Iterator[Refusal]:
+    needed = _needs_all(draft) if draft.config.scheduler.last_layer == "sampled" else ""
+    if needed:
+        yield Refusal("model", FIELD, needed, f'{FIELD} = "all", or leave it out')
+
+
+def _needs_all(draft: Draft) -> str:
+    """Why all tokens must go through the last layer; "" where those that are sampled from are enough."""
+    model = draft.first("model")
+    if model is not None:
+        assert isinstance(model.offers, ModelOffers)
+        if not model.offers.sampled_last_layer:
+            return f"{model.name}'s last layer takes all tokens of a step"
+    if draft.values["width"] > 1:
+        return "drafts read the hidden states of all tokens"
+    return "ranks exchange all tokens of a step" if draft.values["ranks"] > 1 else ""
