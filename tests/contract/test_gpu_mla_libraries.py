@@ -6,6 +6,7 @@ import torch
 
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import AttentionBackend, Worker
+from glowplug.core.testing.paged_world import Row, make_world
 from tests.contract.gpu_mla import GpuMlaSuite
 
 pytestmark = pytest.mark.gpu
@@ -67,6 +68,21 @@ class TestHopper(TestFlashMla):
 
 class TestHopperByTriton(TestHopper):
     kernel = "triton"
+
+    @pytest.mark.parametrize("width", [1, 2])
+    def test_parts_joined_by_the_values_product(self, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its own kernels' way from decode to values, of rows that are cut into parts."""
+        from glowplug.kernels.triton import mla_values
+
+        calls, product = [], mla_values.project
+        monkeypatch.setattr(mla_values, "project", lambda *given: [calls.append(1), product(*given)])
+        generator = torch.Generator().manual_seed(width)
+        world = make_world([Row(width + 67 * row, width) for row in range(12)], 64, width)
+        layer, args = self.layer(generator), self.arguments(world, generator)
+        backend, want = self.backend(64), self.expected(world, layer, args)
+        backend._own._context = 2048
+        self.close(self.step(backend, world, layer, args), want)
+        assert len(calls) == (width == 1)
 
 
 class TestHopperWithAnFp8Cache(TestHopper):
