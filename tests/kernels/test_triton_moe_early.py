@@ -26,9 +26,13 @@ def draw(tokens: int, experts: int, hidden: int, inter: int, seed: int) -> Given
     return x * hidden**0.5, gate, w13, w2
 
 
-def config(tokens: int) -> dict[str, dict[str, str | int]] | None:
+def tiles(tokens: int) -> dict[str, dict[str, str | int]]:
     small = tile("dense" if tokens <= 16 else "sorted", 16 if tokens <= 64 else 64, 32, 32, 4, 2, group=4)
-    return None if GPU else {"up": small, "down": small}
+    return {"up": small, "down": small}
+
+
+def config(tokens: int) -> dict[str, dict[str, str | int]] | None:
+    return None if GPU else tiles(tokens)
 
 
 def mixture(given: Given, k: int, begun: Tensor | None) -> Tensor:
@@ -55,15 +59,15 @@ def test_not_for_few_or_many_tokens() -> None:
     begun = torch.zeros(2, dtype=torch.int32, device=DEVICE)
     for tokens in (0, 1, moe_experts.FEWEST_EARLY - 1, moe_experts.MOST_EARLY + 1):
         x, _, w13, _ = draw(tokens, 5, 48, 40, 0)
-        assert moe_experts.begin(x, w13, 4, 2, begun, config(tokens)) is None
+        assert moe_experts.begin(x, w13, 4, 2, begun, tiles(tokens)) is None
     x, _, w13, _ = draw(moe_experts.MOST_EARLY, 5, 48, 40, 0)
-    assert moe_experts.begin(x, w13, 4, 2, begun, config(len(x))) is not None
+    assert moe_experts.begin(x, w13, 4, 2, begun, tiles(len(x))) is not None
     x, _, w13, _ = draw(40, 5, 48, 40, 0)
     assert moe_experts.begin(x.t().contiguous().t(), w13, 4, 2, begun) is None
     assert moe_experts.begin(x, w13, 4, 0, begun) is None
     for tokens, starts in ((255, True), (256, False)):  # a library scores 130 experts for so many
         x, _, w13, _ = draw(tokens, 130, 32, 16, 0)
-        assert (moe_experts.begin(x, w13, 4, 2, begun, config(40)) is not None) == starts
+        assert (moe_experts.begin(x, w13, 4, 2, begun, tiles(40)) is not None) == starts
 
 
 @pytest.mark.gpu
