@@ -21,8 +21,8 @@ from glowplug.kernels.triton.mla_merge import merge
 
 JOINED = 8  #: parts of a row's keys up to which who ends last joins them (not of tiles of 32 pairs: never measured)
 APART = 9  #: parts at most that W_UV's product joins instead,
-#: In steps of so many rows: measured with 8 and 16; with one nothing is gained. NOTE: with 32, where W_UV's product ran
-#: with 8 warps, one of two runs of a test on a card was off for reasons not found, so 17 and more go the other way.
+#: In steps of so many rows: measured with 8 and 16; with one nothing is gained, and 32 have not been compared again
+#: since queries are fenced before they are multiplied (``mla_decode_hopper._written``).
 APART_ROWS = range(8, 17)
 SHORT = 8192  #: keys of the longest row up to which to spare the merge is worth more than a part for every processor
 TICKETS = 1 << 16

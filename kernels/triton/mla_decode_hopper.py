@@ -37,6 +37,17 @@ def _fetch(latent_at, rope_at, page, n0, latent, rope, ready, PAGE: gl.constexpr
 
 
 @gluon.jit
+def _written():
+    """What all threads stored in shared memory is there for the tensor cores and for copies into it.
+
+    NOTE: the compiler adds neither: without the fence products read what lay there before, once in some thousand steps,
+    and without the barrier they begin before slower warps have stored.
+    """
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
 def _copy(source, target, low, high, COLUMNS: gl.constexpr):
     """Rows ``low`` to ``high`` of a tile in target's dtype, zeros before and behind: unwritten slots may hold NaN, and
     0 * NaN is NaN. Source and target may be the same."""
@@ -56,12 +67,12 @@ def _take(latent, rope, wide, wide_r, low, high, C: gl.constexpr, R: gl.constexp
         if (low > 0) | (high < TILE):
             _copy(latent, latent, low, high, C)
             _copy(rope, rope, low, high, R)
-            fence_async_shared()
+            _written()
         return latent, rope
     else:
         _copy(latent, wide, low, high, C)
         _copy(rope, wide_r, low, high, R)
-        fence_async_shared()
+        _written()
         return wide, wide_r
 
 
@@ -94,7 +105,7 @@ def _ring(latent_at, rope_at, table, start, tiles, known, dtype: gl.constexpr, C
     ready = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(RING):
         mbarrier.init(ready.index(i), count=1)
-    fence_async_shared()
+    _written()
     for i in gl.static_range(RING):
         first = start + i * TILE
         if (i < tiles) & (first + TILE <= known):
@@ -125,6 +136,7 @@ def _queries(query, first, pairs, dtype: gl.constexpr, C: gl.constexpr, R: gl.co
     real = (pair < pairs)[:, None]
     q_c = gl.allocate_shared_memory(dtype, [BLOCK_M, C], shared, gl.load(at + c[None, :], mask=real, other=0.0))
     q_r = gl.allocate_shared_memory(dtype, [BLOCK_M, R], shared, gl.load(at + C + r[None, :], mask=real, other=0.0))
+    _written()
     return q_c, q_r
 
 
@@ -165,7 +177,7 @@ def _add(acc, kept, weights, p_smem, latent, AXIS: gl.constexpr):
     """acc * kept + the tile's values by their weights."""
     p_smem.store(weights.to(p_smem.dtype))
     acc = acc * gl.expand_dims(gl.convert_layout(kept, gl.SliceLayout(AXIS, acc.type.layout)), AXIS)
-    fence_async_shared()
+    _written()
     if AXIS == 0:
         return warpgroup_mma(latent.permute((1, 0)), p_smem, acc)
     else:

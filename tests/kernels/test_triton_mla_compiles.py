@@ -51,6 +51,8 @@ build(merge._merge_into, dict(out="*fp32", lse="*fp32", part=x, part_lse="*fp32"
 
 
 RING = """
+import re
+
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
@@ -72,13 +74,20 @@ for cache, ring in ((gl.bfloat16, 2), (gl.float8e4nv, 3)):
                                 constexprs={(names.index(name),): value for name, value in constants.items()})
         made = compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4, launch_pdl=True))
         assert made.asm["cubin"] and made.metadata.shared <= 227 * 1024
+        steps = re.findall(r"fence.proxy.async|bar.sync|wgmma.fence|st.shared.v4|stmatrix", made.asm["ptx"])
+        behind = [after for step, after in zip(steps, steps[1:]) if step == "fence.proxy.async"]
+        assert behind == ["bar.sync"] * 4, steps  # barriers of the ring, queries, a tile's copy, weights
+        first = steps.index("wgmma.fence")
+        written = max(at for at in range(first) if steps[at] == "st.shared.v4")
+        assert "fence.proxy.async" in steps[:written] and steps[first - 2 : first] == ["fence.proxy.async", "bar.sync"]
         print(kernel.__name__)
 """
 
 
 @pytest.mark.slow
 def test_decoding_for_hopper_compiles() -> None:
-    """Parts stored as they lie and side by side, of a cache in 16 bits and in FP8, whose ring is longer."""
+    """Parts stored as they lie and side by side, of a cache in 16 bits and in FP8, whose ring is longer. What threads
+    store in shared memory is fenced, and waited for, before the tensor cores read it: the compiler adds neither."""
     done = uninterpreted.run("-c", RING)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == ["mla_decode_hopper_kernel"] * 4
