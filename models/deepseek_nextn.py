@@ -60,8 +60,7 @@ class DeepseekNextN(Module):
 
         input_ids, positions, slots int64 [T]; previous [T, hidden] as in ``forward``.
         """
-        normed, _ = self.layer.input_norm.add(self._joined(input_ids, previous), None)
-        self.layer.attention.fill(normed, self.rope.at(positions), slots)
+        self.layer.fill(self._joined(input_ids, previous), self.rope.at(positions), slots)
 
     def _joined(self, input_ids: Tensor, previous: Tensor) -> Tensor:
         embedded = self.enorm.forward(self._embed(input_ids))

@@ -123,11 +123,11 @@ class MlaAttention(Module):
 
     def fill(self, x: Any, at: object, slots: Tensor) -> None:
         """Cache what later tokens read of x [T, hidden], at slots int64 [T], and no more."""
-        self._fill(self.input_proj.forward(x), at, slots)
+        self._fill(x, at, slots)
 
-    def _fill(self, projected: Tensor, at: object, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _fill(self, x: Any, at: object, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The input product's queries as they are; latent normed and k_rope rotated, as they are cached now."""
-        first, latent, k_rope = projected.split_with_sizes(self._split, dim=-1)
+        first, latent, k_rope = self.input_proj.forward(x).split_with_sizes(self._split, dim=-1)
         k_rope = k_rope.unsqueeze(1)
         rows = self.kv_norm.forward(latent), self._rope(k_rope[:, :0], k_rope, at)[1].squeeze(1)
         self._store(*rows, slots, self)
@@ -136,7 +136,7 @@ class MlaAttention(Module):
     def forward_ends(self, x: Any, at: object, slots: Tensor, ends: Ends, ends_at: object) -> Tensor | Parts:
         """As ``fill``, then attention for E of the tokens alone, as the step of one token a row that is planned:
         [E, hidden]. ends_at: rope rows of these."""
-        first, latent, k_rope = self._fill(self.input_proj.forward(x), at, slots)
+        first, latent, k_rope = self._fill(x, at, slots)
         first, latent, k_rope = (rows_at(part, ends.tokens) for part in (first, latent, k_rope))
         q_nope, q_rope = self._query(first).split_with_sizes(self._split_query, dim=-1)
         q_rope = self._rope(q_rope, q_rope[:, :0], ends_at)[0]
