@@ -21,9 +21,7 @@ from glowplug.kernels.triton.mla_merge import merge
 
 JOINED = 8  #: parts of a row's keys up to which who ends last joins them (not of tiles of 32 pairs: never measured)
 APART = 9  #: parts at most that W_UV's product joins instead,
-#: In steps of so many rows: measured with 8 and 16; with one nothing is gained, and 32 have not been compared again
-#: since queries are fenced before they are multiplied (``mla_decode_hopper._written``).
-APART_ROWS = range(8, 17)
+APART_ROWS = range(8, 33)  #: in steps of so many rows: measured with 8, 16 and 32, with one it gained nothing
 SHORT = 8192  #: keys of the longest row up to which to spare the merge is worth more than a part for every processor
 TICKETS = 1 << 16
 
@@ -126,7 +124,7 @@ def tiling(rows: int, width: int, heads: int, context: int, dtype: torch.dtype, 
     """For ``rows`` (padded) rows of ``width`` query tokens, ``heads`` heads, rows of ``context`` keys at most.
 
     ``apart``: parts may be left to W_UV's product, where that was measured to be faster. On an H200 at 1024 keys, from
-    the prologue to W_UV: 17.3 to 15.6 us with 8 rows (9 parts), 19.9 to 18.3 with 16 (8).
+    the prologue to W_UV: 17.3 to 15.6 us with 8 rows (9 parts), 19.9 to 18.3 with 16 (8), 24.7 to 23.6 with 32 (4).
     """
     block_m = min(64 if dtype.itemsize <= 2 else 32, max(16, triton.next_power_of_2(width * heads)))
     blocks = max(1, rows * triton.cdiv(width * heads, block_m))

@@ -14,6 +14,7 @@ from glowplug.kernels.triton import dependent
 
 COLUMNS, ROWS = 32, 8  #: of one head's product that a program makes, and rows of them
 SHARES = 4  #: into which a product's depth is cut, for warps to sum side by side
+WIDE = 16  #: rows above which a program has 8 warps; both measured with 16 heads on an H200
 
 
 @triton.jit(do_not_specialize=["rows", "heads"])
@@ -72,4 +73,4 @@ def project(partial: Tensor, lse: Tensor, kv_lens: Tensor, w_uv: Tensor, out: Te
     _joined[(heads, w_uv.shape[2] // COLUMNS, triton.cdiv(rows, ROWS))](
         partial, lse, kv_lens, w_uv, out, rows, heads, *w_uv.stride(), out.stride(0), out.stride(1), SPLITS=splits,
         BLOCK_S=triton.next_power_of_2(splits), SHARES=SHARES, DEPTH=lora // SHARES, ROWS=ROWS, BLOCK=COLUMNS,
-        TILE=block_n, num_warps=4, **dependent.options())
+        TILE=block_n, num_warps=8 if rows > WIDE else 4, **dependent.options())

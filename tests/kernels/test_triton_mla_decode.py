@@ -201,8 +201,8 @@ def test_parts_are_left_to_the_values_product_where_that_was_measured() -> None:
 
     assert {rows: cut(rows).splits for rows in (8, 16, 32)} == {8: 9, 16: 8, 32: 4}
     assert all(cut(rows, heads=heads, kv=kv).apart
-               for rows in range(8, 17) for heads in (8, 16) for kv in (half, narrow))
-    others = (cut(1), cut(7), cut(17), cut(32), cut(128), cut(8, width=2), cut(8, width=2, heads=8), cut(8, heads=32),
+               for rows in range(8, 33) for heads in (8, 16) for kv in (half, narrow))
+    others = (cut(1), cut(7), cut(33), cut(128), cut(8, width=2), cut(8, width=2, heads=8), cut(8, heads=32),
               cut(8, heads=128), cut(8, context=kernel.SHORT + 1), cut(8, ring=False), cut(8, context=64),
               cut(8, apart=False))
     assert not any(other.apart for other in others) and others[-1].splits == kernel.JOINED
