@@ -13,3 +13,10 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run([sys.executable, *words], cwd=ROOT, text=True, capture_output=True, check=False,
                           env=environment | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"})
+
+
+def printed(*words: str) -> str:
+    """What ``python words`` prints; it has to succeed."""
+    done = run(*words)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout

@@ -18,18 +18,11 @@ from tests.kernels.test_triton_mla_decode import Case as MlaCase
 
 SCRIPT = """
 import json, re
-from triton import compile
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from tests.compiled import build
 from glowplug.kernels.triton import mha_decode, mha_prefill, mla_decode
 
 def widest(kernel, pointers, constants, stages):
-    names = kernel.arg_names
-    kinds = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
-    at = {(names.index(name),): value for name, value in constants.items()}
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in names if kinds[name].startswith("*")}
-    made = compile(ASTSource(fn=kernel, signature=kinds, constexprs=at, attrs=aligned),
-                   target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4, num_stages=stages))
+    made = build(kernel, pointers, constants, num_warps=4, num_stages=stages)
     code = made.asm["ptx"]
     copies = re.findall(r"cp\\.async\\.c[ag]\\.shared\\.global \\[.*?\\], \\[.*?\\], (0x\\w+)", code)
     loads = re.findall(r"ld\\.global\\S*?(?:\\.v(\\d))?\\.b(\\d+)", code)
@@ -59,9 +52,8 @@ print(json.dumps(found))
 
 @pytest.mark.slow
 def test_nothing_wider_than_an_entry_allows_is_fetched() -> None:
-    done = uninterpreted.run("-c", SCRIPT)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for name, width in json.loads(done.stdout).items():
+    *_, found = uninterpreted.printed("-c", SCRIPT).splitlines()
+    for name, width in json.loads(found).items():
         size = 2 * int(name.split()[1])  # bytes
         assert width == min(16, size & -size), (name, width)
 

@@ -9,19 +9,8 @@ from tests import uninterpreted
 pytest.importorskip("triton")
 
 SCRIPT = """
-from triton import compile
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from tests.compiled import build
 from glowplug.kernels.triton import merge, mla_absorbed_fp8 as fp8, mla_expand, mla_prologue as kernels, mla_values
-
-def build(kernel, pointers, constants, options=None):
-    names = kernel.arg_names
-    kinds = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
-    at = {(names.index(name),): value for name, value in constants.items()}
-    made = compile(ASTSource(fn=kernel, signature=kinds, constexprs=at), target=GPUTarget("cuda", 90, 32),
-                   options=options)
-    assert made.asm["cubin"] and made.metadata.shared <= 227 * 1024
-    print(kernel.__name__)
 
 x = "*bf16"
 for cache in (x, "*fp8e4nv"):
@@ -41,7 +30,7 @@ for rows, block in ((16, 32), (64, 64)):
 for splits, warps in ((9, 4), (8, 4), (4, 8)):
     build(mla_values._joined, dict(partial=x, lse="*fp32", lens="*i32", w=x, out=x),
           dict(SPLITS=splits, BLOCK_S=16 if splits > 8 else splits, SHARES=4, DEPTH=128, ROWS=8, BLOCK=32, TILE=64,
-               DEPENDENT=True, w_depth=1), dict(num_warps=warps, launch_pdl=True))
+               DEPENDENT=True, w_depth=1), num_warps=warps, launch_pdl=True)
 build(kernels._store, dict(latent=x, k_rope=x, cache="*fp8e4nv", slots="*i64"),
       dict(LORA=512, ROPE=64, BLOCK=1024, FP8=True))
 build(kernels._gather, dict(cache="*fp8e4nv", out=x, slots="*i32"), dict(SIZE=576, BLOCK=1024, ROWS=8))
@@ -52,35 +41,22 @@ build(merge._merge_into, dict(out="*fp32", lse="*fp32", part=x, part_lse="*fp32"
 
 RING = """
 import re
+from tests.compiled import build, gl, tile
+from glowplug.kernels.triton.mla_decode_hopper import mla_decode_hopper_kernel
 
-from triton import compile
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
-from glowplug.kernels.triton.mla_decode_hopper import mla_decode_hopper_kernel as kernel
-
-names = kernel.arg_names
 for cache, ring in ((gl.bfloat16, 2), (gl.float8e4nv, 3)):
     for flat in (False, True):
-        constants = dict(C=512, R=64, BLOCK_M=16, RING=ring, PAGE=64, SPLIT=True, TREE=False, JOIN=0, FLAT=flat,
-                         DEPENDENT=True)
-        kinds = dict(query="*bf16", page_table="*i32", kv_lens="*i32", tree_mask="*i32", out="*bf16", lse="*fp32",
-                     joined="*bf16", tickets="*i32", scale="fp32", kv_scale="fp32",
-                     **dict.fromkeys(constants, "constexpr"))
-        for name, columns in (("latent_at", 512), ("rope_at", 64)):
-            layout = gl.NVMMASharedLayout.get_default_for([64, columns], cache)
-            kinds[name] = f"tensordesc<{cache}[64, {columns}], {layout!r}>"
-        source = GluonASTSource(kernel, {name: kinds.get(name, "i32") for name in names},
-                                constexprs={(names.index(name),): value for name, value in constants.items()})
-        made = compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4, launch_pdl=True))
-        assert made.asm["cubin"] and made.metadata.shared <= 227 * 1024
+        made = build(mla_decode_hopper_kernel, dict(query="*bf16", page_table="*i32", kv_lens="*i32", tree_mask="*i32",
+                     out="*bf16", lse="*fp32", joined="*bf16", tickets="*i32", scale="fp32", kv_scale="fp32",
+                     latent_at=tile(64, 512, cache), rope_at=tile(64, 64, cache)),
+                     dict(C=512, R=64, BLOCK_M=16, RING=ring, PAGE=64, SPLIT=True, TREE=False, JOIN=0, FLAT=flat,
+                          DEPENDENT=True), num_warps=4, launch_pdl=True)
         steps = re.findall(r"fence.proxy.async|bar.sync|wgmma.fence|st.shared.v4|stmatrix", made.asm["ptx"])
         behind = [after for step, after in zip(steps, steps[1:]) if step == "fence.proxy.async"]
         assert behind == ["bar.sync"] * 4, steps  # barriers of the ring, queries, a tile's copy, weights
         first = steps.index("wgmma.fence")
         written = max(at for at in range(first) if steps[at] == "st.shared.v4")
         assert "fence.proxy.async" in steps[:written] and steps[first - 2 : first] == ["fence.proxy.async", "bar.sync"]
-        print(kernel.__name__)
 """
 
 
@@ -88,14 +64,11 @@ for cache, ring in ((gl.bfloat16, 2), (gl.float8e4nv, 3)):
 def test_decoding_for_hopper_compiles() -> None:
     """Parts stored as they lie and side by side, of a cache in 16 bits and in FP8, whose ring is longer. What threads
     store in shared memory is fenced, and waited for, before the tensor cores read it: the compiler adds neither."""
-    done = uninterpreted.run("-c", RING)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["mla_decode_hopper_kernel"] * 4
+    assert uninterpreted.printed("-c", RING).split() == ["mla_decode_hopper_kernel"] * 4
 
 
 @pytest.mark.slow
 def test_they_compile_for_hopper() -> None:
-    done = uninterpreted.run("-c", SCRIPT)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["_prologue"] * 8 + ["_by_heads_fp8"] * 4 + ["_by_heads"] * 2 + [
-        *["_joined"] * 3, "_store", "_gather", "_spread", "_merge_into"]
+    assert uninterpreted.printed("-c", SCRIPT).split() == [
+        *["_prologue"] * 8, *["_by_heads_fp8"] * 4, *["_by_heads"] * 2, *["_joined"] * 3, "_store", "_gather",
+        "_spread", "_merge_into"]
