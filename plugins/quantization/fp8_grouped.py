@@ -3,6 +3,7 @@ takes time."""
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable
 from inspect import signature
 from typing import Any
@@ -17,6 +18,9 @@ from glowplug.kernels.triton.moe_sort import gather_rows, sum_placed
 from glowplug.plugins.quantization.experts_bytes import TILE, grouped_pays
 
 USUAL_LOAD = 256  #: what DeepGEMM is told to expect, the same at any load so that it compiles one kernel a product
+LIBRARY = "deep_gemm"
+ENDS = "use_psum_layout"  #: the library's word for layouts that say where each expert's rows end
+log = logging.getLogger("glowplug")
 
 
 class Grouped:
@@ -29,12 +33,15 @@ class Grouped:
         if wanted == "triton":
             return
         try:
-            self._multiply = importlib.import_module("deep_gemm").m_grouped_fp8_gemm_nt_contiguous
+            self._multiply = importlib.import_module(LIBRARY).m_grouped_fp8_gemm_nt_contiguous
             self._by_ends = _takes_ends(self._multiply)
         except Exception as error:  # NOTE: on a machine without its card a library raises anything, not ImportError.
             if wanted == "deep_gemm":
                 raise GlowplugError(f'quantization.experts = "deep_gemm" cannot be used: {error}; leave it out, or '
                                     "install the library") from error
+            if not isinstance(error, ModuleNotFoundError) or error.name != LIBRARY:
+                log.warning("quantization.experts: DeepGEMM is installed and cannot be used, so our own kernels "
+                            "multiply every load: %s: %s", type(error).__name__, error)
 
     def pays(self, tokens: int, per_token: int, experts: int) -> bool:
         return self._multiply is not None and grouped_pays(self._wanted, tokens, per_token, experts)
@@ -56,7 +63,8 @@ class Grouped:
         """x [R, K] in order of experts and weight [E, N, K] -> bfloat16 [R, N].
 
         NOTE: told each row's expert, it fetches every tile that might be filled, and fetching takes as long as
-        multiplying; told where each expert's rows end, it stops behind the last.
+        multiplying; told where each expert's rows end, it stops behind the last. Some builds take ends on Blackwell
+        alone, and neither their signature nor a product of no rows says so: an assertion does, before it multiplies.
         """
         out = torch.empty(x[0].shape[0], weight.shape[1], dtype=torch.bfloat16, device=weight.device)
         if self._by_ends:
@@ -64,8 +72,12 @@ class Grouped:
                 self._multiply(x, (weight, scales), out, order.ends, use_psum_layout=True,
                                expected_m_for_psum_layout=USUAL_LOAD)
                 return out
-            except RuntimeError:  # a build that takes ends on another card only
+            except RuntimeError as error:
+                if ENDS not in str(error):
+                    raise
                 self._by_ends = False
+                log.warning("quantization.experts: this build of DeepGEMM cannot be told where experts' rows end and "
+                            "is told each row's expert, which is slower: %s", error)
         layout = order.expert_of_block.unsqueeze(1).expand(-1, TILE).reshape(-1)
         self._multiply(x, (weight, scales), out, layout)
         return out
@@ -74,6 +86,6 @@ class Grouped:
 def _takes_ends(multiply: Callable[..., Any]) -> bool:
     """Compiled functions may not say what they take; those are told each row's expert, which every build can."""
     try:
-        return "use_psum_layout" in signature(multiply).parameters
+        return ENDS in signature(multiply).parameters
     except ValueError:
         return False

@@ -16,6 +16,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
+from glowplug.core.errors import GlowplugError  # noqa: E402
 from glowplug.kernels import fp8  # noqa: E402
 from glowplug.kernels.activation import silu_and_mul  # noqa: E402
 from glowplug.kernels.triton import fp8_quant  # noqa: E402
@@ -31,16 +32,16 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Library:
-    """A grouped product in float32 that leaves NaN in every row it was not told of. ``refuses``: ends."""
+    """A grouped product in float32 that leaves NaN in every row it was not told of. ``fails``: on ends, with that."""
 
-    def __init__(self, refuses: bool) -> None:
-        self.refuses, self.told = refuses, []  # type: ignore[var-annotated]
+    def __init__(self, fails: str = "") -> None:
+        self.fails, self.told = fails, []  # type: ignore[var-annotated]
 
     def __call__(self, x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], out: Tensor, layout: Tensor,
                  use_psum_layout: bool = False, expected_m_for_psum_layout: int | None = None) -> None:
         self.told.append("ends" if use_psum_layout else "rows")
-        if use_psum_layout and self.refuses:
-            raise RuntimeError("Assertion error: not use_psum_layout")
+        if use_psum_layout and self.fails:
+            raise RuntimeError(self.fails)
         out.fill_(torch.nan)
         values = x[0].float() * x[1].repeat_interleave(128, 1)
         for expert, (stored, scales) in enumerate(zip(*weight, strict=True)):
@@ -85,7 +86,7 @@ def test_against_a_loop(tokens: int, used: int, by_ends: bool) -> None:
     ids[torch.rand(ids.shape, generator=generator) < 0.1] = -1
     weights = torch.rand(tokens, WIDTH, generator=generator).to(DEVICE)
     x, scales = fp8_quant.quantize(torch.randn(tokens, HIDDEN, generator=generator).to(DEVICE))
-    library = Library(refuses=False)
+    library = Library()
     found: Any = grouped(by_ends, library).experts(x, scales, *w13, *w2, ids.to(DEVICE), weights, torch.float32)
     assert library.told == ["ends" if by_ends else "rows"] * 2
     values = x.float() * scales.repeat_interleave(128, 1)
@@ -94,18 +95,47 @@ def test_against_a_loop(tokens: int, used: int, by_ends: bool) -> None:
     assert (found - wanted).norm() <= (1e-2 if DEVICE == "cuda" else 0.12) * wanted.norm()
 
 
-def test_a_build_without_ends_is_told_rows_from_then_on() -> None:
+def run_twice(library: Library) -> None:
     generator = torch.Generator().manual_seed(0)
     w13, w2 = blocks(EXPERTS, 2 * INTER, HIDDEN, generator=generator), blocks(EXPERTS, HIDDEN, INTER,
                                                                               generator=generator)
     x, scales = fp8_quant.quantize(torch.randn(4, HIDDEN, generator=generator).to(DEVICE))
     ids = torch.tensor([[0, 1, 2], [4, 3, 2], [1, 1, 1], [-1, 0, 4]], dtype=torch.int32, device=DEVICE)
-    library = Library(refuses=True)
-    grouped(True, library).experts(x, scales, *w13, *w2, ids, torch.rand(4, WIDTH, device=DEVICE), torch.float32)
-    assert library.told == ["ends", "rows", "rows"]
+    made = grouped(True, library)
+    for _ in range(2):
+        made.experts(x, scales, *w13, *w2, ids, torch.rand(4, WIDTH, device=DEVICE), torch.float32)
 
 
-@pytest.mark.parametrize(("multiply", "by_ends"), [(Library(refuses=False), True), (max, False)])
+def test_a_build_without_ends_is_told_rows_from_then_on(caplog: pytest.LogCaptureFixture) -> None:
+    library = Library(fails="Assertion error (csrc/apis/gemm.hpp:194): not use_psum_layout")
+    run_twice(library)
+    assert library.told == ["ends", "rows", "rows", "rows", "rows"]
+    assert [record.getMessage().partition(": Assertion")[2] != "" for record in caplog.records] == [True], "said once"
+
+
+def test_any_other_failure_is_raised() -> None:
+    library = Library(fails="CUDA error: an illegal memory access was encountered")
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        run_twice(library)
+    assert library.told == ["ends"]
+
+
+@pytest.mark.parametrize(("error", "said"), [
+    (ModuleNotFoundError("No module named 'deep_gemm'", name="deep_gemm"), 0), (RuntimeError("libnvrtc.so.13"), 1),
+    (ModuleNotFoundError("No module named 'tvm_ffi'", name="tvm_ffi"), 1)])
+def test_a_library_that_is_installed_and_cannot_be_used(error: Exception, said: int, caplog: pytest.LogCaptureFixture,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        raise error
+
+    monkeypatch.setattr(fp8_grouped.importlib, "import_module", fail)
+    assert not Grouped("auto").pays(10_000, 8, 8)
+    assert [str(error) in record.getMessage() for record in caplog.records] == [True] * said
+    with pytest.raises(GlowplugError, match=str(error)):
+        Grouped("deep_gemm")
+
+
+@pytest.mark.parametrize(("multiply", "by_ends"), [(Library(), True), (max, False)])
 def test_a_library_that_does_not_say_what_it_takes_is_told_rows(multiply: Any, by_ends: bool,
                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     """As compiled functions are: they have no signature."""
