@@ -49,7 +49,6 @@ class Offers:
         dtypes: compute dtypes it supports, by torch name.
         modes: capture level per step mode.
         overlap: its step code never waits for the device, so the next step may be launched before this one is read.
-        deterministic: same inputs and seed give the same result, whatever else is in the batch.
     """
 
     devices: frozenset[str] = DEVICES
@@ -57,7 +56,6 @@ class Offers:
     dtypes: frozenset[str] = FLOAT_DTYPES
     modes: Mapping[Mode, Capture] = field(default_factory=lambda: dict(EVERY_MODE_GRAPH))
     overlap: bool = True
-    deterministic: bool = True
 
     @cached_property
     def runs(self) -> frozenset[Mode]:
@@ -80,7 +78,6 @@ class AttentionOffers(Offers):
         page_sizes: tokens a page it accepts; empty: any.
         tree: reads tree masks in verify (False: causal chains only).
         max_width: largest number of query tokens a row in decode/verify; 0: any.
-        padding: accepts padded rows (page table rows that point at the scratch page).
         first_key: honours ``Batch.first_key`` (a draft's cache has no entry for the first position).
         work: bytes that a prefill step holds on a device beside its queries and new cache entries, the output among
             them; None: nobody has counted, and the byte budget guesses.
@@ -91,7 +88,6 @@ class AttentionOffers(Offers):
     page_sizes: frozenset[int] = frozenset()
     tree: bool = False
     max_width: int = 0
-    padding: bool = True
     first_key: bool = False
     work: Callable[[AttentionStep], int] | None = None
 
@@ -129,13 +125,11 @@ class ParallelOffers(Offers):
         axes: mesh axes it defines ("tp", "dp", "ep").
         ranks: how many ranks it spans is given by its option ``size``; True when more than one is possible.
         idle_steps: ranks may have nothing to do while others step (needs IDLE support on the step's path).
-        static_shapes: exchanges have the same shape every step.
     """
 
     axes: frozenset[str] = frozenset()
     ranks: bool = False
     idle_steps: bool = False
-    static_shapes: bool = True
 
 
 @dataclass(frozen=True)
@@ -145,32 +139,26 @@ class SpeculativeOffers(Offers):
     Attributes:
         drafts: it proposes tokens (False: the algorithm of width one).
         tree: its proposals form a tree, so verify needs tree masks.
-        hidden_states: it needs the target's hidden states.
         nextn_layer: it needs a multi-token-prediction layer, the checkpoint's own or one in a draft folder.
         first_key: its draft's cache has no entry for the first position, so attention must honour ``Batch.first_key``.
     """
 
     drafts: bool = False
     tree: bool = False
-    hidden_states: bool = False
     nextn_layer: bool = False
     first_key: bool = False
 
 
 @dataclass(frozen=True)
 class SchedulerOffers(Offers):
-    """Schedulers. ``chunked``: splits prompts over steps. ``preempts``: gives pages back without losing a token."""
-
-    chunked: bool = True
-    preempts: bool = True
+    """Schedulers: what every component says, and no more."""
 
 
 @dataclass(frozen=True)
 class CacheOffers(Offers):
-    """Prefix caches. ``shares``: requests may share pages. ``salted``: a salt separates tenants."""
+    """Prefix caches. ``shares``: requests may share pages."""
 
     shares: bool = True
-    salted: bool = True
 
 
 @dataclass(frozen=True)
@@ -182,22 +170,21 @@ class GraphOffers(Offers):
 
 @dataclass(frozen=True)
 class SamplerOffers(Offers):
-    """Samplers. ``features``: request fields it honours (names of ``SamplingParams`` fields).
+    """Samplers. Each honours every field of ``SamplingParams``.
 
-    ``state_bytes``: what it keeps on a device at most, for each row and token of the vocabulary.
-    ``scratch_rows``: rows of float32 logits that it makes in a step of so many on a device, at most.
+    Attributes:
+        state_bytes: what it keeps on a device at most, for each row and token of the vocabulary.
+        scratch_rows: rows of float32 logits that it makes in a step of so many on a device, at most.
     """
 
-    features: frozenset[str] = frozenset()
     state_bytes: float = 0.0
     scratch_rows: Callable[[int], int] | None = None
 
 
 @dataclass(frozen=True)
 class OutputOffers(Offers):
-    """Output parsers. ``kind``: "reasoning" or "tools". ``aliases``: other names users know it by."""
+    """Output parsers. ``aliases``: other names users know it by."""
 
-    kind: str = "reasoning"
     aliases: frozenset[str] = frozenset()
 
 
@@ -210,11 +197,10 @@ class WeightOffers(Offers):
 
 @dataclass(frozen=True)
 class ExecutorOffers(Offers):
-    """Executors. ``hosts``/``ranks``: may it span several. ``isolated``: ranks live outside the caller's process."""
+    """Executors. ``hosts``/``ranks``: may it span several."""
 
     ranks: bool = False
     hosts: bool = False
-    isolated: bool = False
 
 
 @dataclass(frozen=True)
@@ -224,7 +210,6 @@ class ModelOffers(Offers):
     Attributes:
         architectures: values of config.json's ``architectures`` it builds.
         kind: attention kind its layers need: "mla" or "mha".
-        moe: it has routed experts.
         nextn: it can build a multi-token-prediction layer.
         draft_architectures: architectures of folders that hold such a layer alone; they draft and are never served.
         sampled_last_layer: its last layer may run for some tokens of a step alone (``protocols.SampledLastLayer``).
@@ -232,7 +217,6 @@ class ModelOffers(Offers):
 
     architectures: frozenset[str] = frozenset()
     kind: str = "mha"
-    moe: bool = False
     nextn: bool = False
     draft_architectures: frozenset[str] = frozenset()
     sampled_last_layer: bool = False

@@ -79,11 +79,11 @@ def register_models() -> list[Component]:
     deepseek = "glowplug.models.deepseek_v2:DeepseekFamily"
     return [
         Component("deepseek_v2", ModelOptions, deepseek, check=check_deepseek,
-                  offers=ModelOffers(architectures=frozenset({"DeepseekV2ForCausalLM"}), kind="mla", moe=True,
+                  offers=ModelOffers(architectures=frozenset({"DeepseekV2ForCausalLM"}), kind="mla",
                                      sampled_last_layer=True),
                   summary="DeepSeek-V2, V2-Lite, Coder-V2: latent attention, softmax gate"),
         Component("deepseek_v3", ModelOptions, deepseek, check=check_deepseek,
-                  offers=ModelOffers(architectures=frozenset({"DeepseekV3ForCausalLM"}), kind="mla", moe=True,
+                  offers=ModelOffers(architectures=frozenset({"DeepseekV3ForCausalLM"}), kind="mla",
                                      nextn=True, draft_architectures=frozenset({"DeepseekV3ForCausalLMNextN"}),
                                      sampled_last_layer=True),
                   summary="DeepSeek-V3 and R1: latent attention, sigmoid gate with correction bias, NextN layer"),

@@ -16,7 +16,7 @@ from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import EVERY_MODE_EAGER, AttentionOffers, QuantizationOffers, SamplerOffers
 from glowplug.plugins.attention.torch_mla import TorchMlaOptions
 from glowplug.plugins.quantization.block_fp8 import BlockFp8Options
-from glowplug.plugins.sampling.torch_sampler import FEATURES, TorchSamplerOptions
+from glowplug.plugins.sampling.torch_sampler import TorchSamplerOptions
 
 
 class TeacherOptions(TorchSamplerOptions):
@@ -42,9 +42,9 @@ class RoundedMlaOptions(TorchMlaOptions):
 @hookimpl
 def register_samplers() -> list[Component]:
     return [Component("teacher", TeacherOptions, "tests.teacher_runtime:Teacher",
-                      offers=SamplerOffers(features=FEATURES), summary="given tokens, kept logits"),
+                      offers=SamplerOffers(), summary="given tokens, kept logits"),
             Component("keeper", KeeperOptions, "tests.teacher_runtime:keeper",
-                      offers=SamplerOffers(features=FEATURES, state_bytes=4.0), summary="kept logits")]
+                      offers=SamplerOffers(state_bytes=4.0), summary="kept logits")]
 
 
 @hookimpl

@@ -68,7 +68,7 @@ def write_model(folder: Path, config: Mapping[str, Any],
 def register_models() -> list[Component]:
     return [
         component("model", "fake_v3", ModelOffers(architectures=frozenset({"DeepseekV3ForCausalLM"}), kind="mla",
-                                                  moe=True, nextn=True)),
+                                                  nextn=True)),
         component("model", "fake_llama", ModelOffers(architectures=frozenset({"LlamaForCausalLM"}), kind="mha")),
     ]
 

@@ -17,4 +17,4 @@ class NoCacheOptions(CacheOptions):
 def register_prefix_caches() -> list[Component]:
     return [Component(
         name="none", options=NoCacheOptions, factory="glowplug.plugins.cache.none_runtime:NoCache",
-        offers=CacheOffers(shares=False, salted=True), summary="keeps nothing")]
+        offers=CacheOffers(shares=False), summary="keeps nothing")]

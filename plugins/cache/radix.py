@@ -20,5 +20,5 @@ class RadixOptions(CacheOptions):
 def register_prefix_caches() -> list[Component]:
     return [Component(
         name="radix", options=RadixOptions, factory="glowplug.plugins.cache.radix_runtime:RadixCache",
-        offers=CacheOffers(shares=True, salted=True),
+        offers=CacheOffers(shares=True),
         summary="shared prefixes in a radix tree of whole pages, salted, evicting least recently used leaves first")]

@@ -19,6 +19,6 @@ def register_executors() -> list[Component]:
         name="inline",
         options=InlineOptions,
         factory="glowplug.plugins.executors.inline_runtime:InlineExecutor",
-        offers=ExecutorOffers(ranks=False, hosts=False, isolated=False),
+        offers=ExecutorOffers(ranks=False, hosts=False),
         summary="one rank in the calling process",
     )]

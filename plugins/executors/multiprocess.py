@@ -22,6 +22,6 @@ def register_executors() -> list[Component]:
         name="multiprocess",
         options=MultiprocessOptions,
         factory="glowplug.plugins.executors.multiprocess_runtime:MultiprocessExecutor",
-        offers=ExecutorOffers(ranks=True, hosts=False, isolated=True),
+        offers=ExecutorOffers(ranks=True, hosts=False),
         summary="one spawned process a rank on this host",
     )]

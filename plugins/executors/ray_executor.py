@@ -23,7 +23,7 @@ def register_executors() -> list[Component]:
         name="ray",
         options=RayOptions,
         factory="glowplug.plugins.executors.ray_runtime:RayExecutor",
-        offers=ExecutorOffers(ranks=True, hosts=True, isolated=True),
+        offers=ExecutorOffers(ranks=True, hosts=True),
         requires=(Package("ray", ">=2.40"),),
         summary="a Ray actor a rank, on one host or several",
     )]

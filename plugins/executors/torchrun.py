@@ -42,7 +42,7 @@ def register_executors() -> list[Component]:
         name="torchrun",
         options=TorchrunOptions,
         factory="glowplug.plugins.executors.torchrun_runtime:TorchrunExecutor",
-        offers=ExecutorOffers(ranks=True, hosts=True, isolated=True),
+        offers=ExecutorOffers(ranks=True, hosts=True),
         check=check_torchrun,
         summary="a spawned process a rank on each of several hosts",
     )]

@@ -24,7 +24,7 @@ def register_output_parsers() -> list[Component]:
     return [Component(
         name="deepseek_r1", options=DeepseekR1Options,
         factory="glowplug.plugins.outputs.deepseek_r1_runtime:DeepseekR1",
-        offers=OutputOffers(kind="reasoning", aliases=frozenset({"deepseek-r1"})),
+        offers=OutputOffers(aliases=frozenset({"deepseek-r1"})),
         summary="splits <think>...</think> from the answer")]
 
 

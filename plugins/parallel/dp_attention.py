@@ -52,7 +52,7 @@ def register_parallel_strategies() -> list[Component]:
         name=NAME,
         options=DpAttentionOptions,
         factory="glowplug.plugins.parallel.dp_attention_runtime:DpAttention",
-        offers=ParallelOffers(axes=frozenset({"dp"}), ranks=True, idle_steps=True, static_shapes=True),
+        offers=ParallelOffers(axes=frozenset({"dp"}), ranks=True, idle_steps=True),
         check=check_dp_attention,
         summary="groups of ranks with requests and KV cache of their own; MLPs over all ranks",
     )]

@@ -8,11 +8,6 @@ from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import SamplerOffers
 from glowplug.core.options import SamplingOptions
 
-FEATURES = frozenset({
-    "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias", "allowed_token_ids", "min_tokens", "seed", "logprobs",
-})
-
 
 class TorchSamplerOptions(SamplingOptions):
     use: Literal["torch"] = "torch"
@@ -24,5 +19,5 @@ def register_samplers() -> list[Component]:
         name="torch", options=TorchSamplerOptions,
         factory="glowplug.plugins.sampling.torch_sampler_runtime:TorchSampler",
         # counts and a mask, room grown by doubling; a step with every feature was measured to take 10.75 of its logits
-        offers=SamplerOffers(features=FEATURES, state_bytes=5 * 1.25, scratch_rows=lambda rows: 39 * rows // 4),
+        offers=SamplerOffers(state_bytes=5 * 1.25, scratch_rows=lambda rows: 39 * rows // 4),
         summary="greedy, temperature, top-k, top-p, min-p, penalties, bias, seeds and log-probabilities in torch")]

@@ -23,5 +23,5 @@ def register_schedulers() -> list[Component]:
     return [Component(
         name="continuous", options=ContinuousOptions,
         factory="glowplug.plugins.scheduler.continuous_runtime:Continuous",
-        offers=SchedulerOffers(chunked=True, preempts=True),
+        offers=SchedulerOffers(),
         summary="continuous batching with chunked prefill, preemption by recompute and shared prefixes")]

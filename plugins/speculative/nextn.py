@@ -62,5 +62,5 @@ def register_speculative_algorithms() -> list[Component]:
     return [Component(
         name="nextn", options=NextNOptions, factory="glowplug.plugins.speculative.nextn_runtime:NextN",
         check=check_options,
-        offers=SpeculativeOffers(drafts=True, hidden_states=True, nextn_layer=True, first_key=True, modes=MODES),
+        offers=SpeculativeOffers(drafts=True, nextn_layer=True, first_key=True, modes=MODES),
         summary="drafts by the checkpoint's own next-token layer, same tokens in fewer steps")]

@@ -9,7 +9,7 @@ import torch
 
 from glowplug.core.protocols import Worker
 from glowplug.core.testing.sampler_suite import ROWS, Driver, SamplerSuite, decode_batch, make_params
-from glowplug.plugins.sampling.torch_sampler import FEATURES, TorchSamplerOptions, register_samplers
+from glowplug.plugins.sampling.torch_sampler import TorchSamplerOptions
 from glowplug.plugins.sampling.torch_sampler_runtime import TorchSampler
 
 
@@ -57,13 +57,6 @@ class TestTorchSamplerOnGpu(TestTorchSampler):
 
 def _tokens() -> tuple[Any, int]:
     return torch.tensor([1, 2, 3, 4], dtype=torch.int32).numpy(), 3
-
-
-def test_offers_what_it_honours() -> None:
-    (component,) = register_samplers()
-    assert component.name == "torch" and component.offers.deterministic and component.offers.overlap
-    params = make_params()
-    assert all(hasattr(params, feature) for feature in FEATURES)
 
 
 def test_greedy_batch_does_no_more_than_argmax() -> None:

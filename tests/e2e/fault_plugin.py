@@ -7,7 +7,6 @@ from glowplug.core.component import Component
 from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import SamplerOffers, WeightOffers
 from glowplug.core.options import SamplingOptions, WeightOptions
-from glowplug.plugins.sampling.torch_sampler import FEATURES
 
 Fault = Literal["kill", "stop", "error", "hang", "none"]
 
@@ -38,4 +37,4 @@ def register_weight_sources() -> list[Component]:
 @hookimpl
 def register_samplers() -> list[Component]:
     return [Component("faulty", FaultySamplingOptions, "tests.e2e.fault_runtime:FaultySampler",
-                      SamplerOffers(features=FEATURES), summary="fails when it samples")]
+                      SamplerOffers(), summary="fails when it samples")]

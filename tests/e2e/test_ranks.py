@@ -160,7 +160,7 @@ class Options(SpeculativeOptions):
 @hookimpl
 def register_speculative_algorithms():
     return [Component("scores", Options, "drafter_runtime:Scores",
-                      offers=SpeculativeOffers(nextn_layer=True, hidden_states=True), summary="runs the NextN layer")]
+                      offers=SpeculativeOffers(nextn_layer=True), summary="runs the NextN layer")]
 '''
 RUNTIME = '''
 import torch

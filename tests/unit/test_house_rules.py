@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -13,9 +14,9 @@ from glowplug.core.component import Options
 from glowplug.core.slots import BY_NAME, SLOTS
 from tests.source_tree import ROOT, dotted, name_of, sources, tree
 
-#: files that may touch the environment, and why
 #: distributions whose packages go by another name
 IMPORT_NAMES = {"sglang-kernel": "sgl_kernel", "flashinfer-python": "flashinfer", "sgl-deep-gemm": "deep_gemm"}
+#: files that may touch the environment, and why
 ENVIRONMENT_ACCESS = {
     "entrypoints/tune_workers.py",  # CUDA_VISIBLE_DEVICES: deals the cards among the processes it starts
     "core/profiling.py",  # GLOWPLUG_PROFILE_DIR and its SGLang name, debug switches
@@ -69,6 +70,16 @@ def test_nothing_asks_who_a_component_is() -> None:
                 if identity and constants & names:
                     asked.append(f"{name_of(path)}:{node.lineno}: {ast.unparse(node)}")
     assert asked == []
+
+
+def test_every_offer_is_read() -> None:
+    """A word that no check and no budget reads promises what nothing keeps."""
+    words = {field.name for offer in vars(offers).values() if inspect.isclass(offer)
+             and issubclass(offer, offers.Offers) for field in dataclasses.fields(offer)}
+    core = [node for path in sources() if path.is_relative_to(ROOT / "core") for node in ast.walk(tree(path))]
+    read = {node.attr for node in core if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+    read |= {node.value for node in core if isinstance(node, ast.Constant) and isinstance(node.value, str)}  # getattr
+    assert words - read == set()
 
 
 def test_protocols_have_at_most_six_methods() -> None:
@@ -138,7 +149,7 @@ def test_configuration_does_not_come_from_the_environment() -> None:
         for node in ast.walk(tree(path)):
             name = dotted(node) if isinstance(node, ast.Attribute) else ""
             if name in {"os.environ", "os.getenv"} and name_of(path) not in ENVIRONMENT_ACCESS:
-                readers.append(f"{name_of(path)}:{node.lineno}")  # type: ignore[attr-defined]
+                readers.append(f"{name_of(path)}:{node.lineno}")
     assert readers == []
 
 
