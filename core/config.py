@@ -43,7 +43,6 @@ from glowplug.core.slots import SLOTS, Slot
 if TYPE_CHECKING:
     from glowplug.core.plugins import PluginSet
 
-FIXED_SECTIONS = ("memory", "server", "log", "metrics")
 SECRETS = frozenset({"server.api_key", "server.admin_api_key"})  #: shown as ***
 
 

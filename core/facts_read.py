@@ -16,7 +16,6 @@ from glowplug.core.safetensors_header import read_tensors
 from glowplug.core.weight_classes import next_token_layer
 
 EMBEDDED = "embedded"  #: the name of the shipped model
-FLOAT_NAMES = {"float16", "bfloat16", "float32", "float64"}
 MAX_JSON = 64 << 20  #: bytes; a config.json or tokenizer_config.json beyond it is refused
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 

@@ -100,10 +100,6 @@ class Tokenizer:
         """The bytes a token stands for in running text (a byte token of "é" has one of its two); b"" if unknown."""
         return self._pieces[token] if self.byte_level else self._bytes_of(token)
 
-    def token_strings(self, ids: Iterable[int]) -> list[str]:
-        """Each token alone as text, U+FFFD for parts of characters."""
-        return [self.token_bytes(token).decode("utf-8", "replace") for token in ids]
-
     @cached_property
     def byte_level(self) -> bool:
         return is_byte_level(self.backend.decoder)

@@ -95,10 +95,6 @@ class CollectivesSuite:
         collectives.close()
 
 
-def ranks_of(mesh: Mapping[str, int]) -> int:
-    return mesh.get("tp", 1) * mesh.get("pp", 1)
-
-
 class RankedCollectivesSuite:
     """What holds for every backend of several ranks. Define ``run``; ``ranks`` is 2 or more, and a power of two."""
 

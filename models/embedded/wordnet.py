@@ -12,7 +12,7 @@ PARTS = {"noun": "n", "verb": "v", "adj": "a", "adv": "r"}
 SPOKEN = {"noun": "noun", "verb": "verb", "adj": "adjective", "adv": "adverb"}
 CODES = {"1": "noun", "2": "verb", "3": "adj", "4": "adv", "5": "adj"}
 COUNTED = {"1", "2", "3", "4", "5"}
-HYPERNYM, ANTONYM = "@", "!"
+HYPERNYM = "@"
 
 
 @dataclass(frozen=True, slots=True)
