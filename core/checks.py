@@ -43,6 +43,7 @@ def component_checks(draft: Draft, slot: Slot, component: Component, chosen: Cho
                      "for this release of glowplug")
     yield from _device(draft, slot, component.offers, chosen)
     yield from _packages(draft, slot, component, chosen)
+    yield from _providers(draft, slot, component, chosen)
 
 
 def missing_packages(component: Component, packages: dict[str, str]) -> list[tuple[str, str]]:
@@ -65,6 +66,20 @@ def _packages(draft: Draft, slot: Slot, component: Component, chosen: Chosen) ->
     for requirement, found in missing_packages(component, draft.facts.software.packages):
         yield refuse(draft, slot.name, chosen, f"{component.name} needs {requirement} ({found})",
                      f'pip install "{requirement}"')
+
+
+def _providers(draft: Draft, slot: Slot, component: Component, chosen: Chosen) -> Iterator[Refusal]:
+    """Libraries that the operator named to do a component's products."""
+    if draft.values["device"] != "cuda":
+        return
+    for name, field in type(chosen.options).model_fields.items():
+        extra = field.json_schema_extra
+        value = getattr(chosen.options, name)
+        needed = component.uses.get(value, ()) if isinstance(extra, dict) and extra.get("provider") else ()
+        if needed and not any(draft.facts.software.packages.get(package) for package in needed):
+            key = f"{slot.name}.{name}"
+            yield Refusal(component.name, key, f'{key} = "{value}" needs {" or ".join(needed)} (not installed)',
+                          f'pip install "{needed[0]}" (or {key} = "auto")')
 
 
 def _device(draft: Draft, slot: Slot, offers: Offers, chosen: Chosen) -> Iterator[Refusal]:

@@ -80,6 +80,8 @@ class Component:
         factory: ``"package.module:Class"``; called as ``factory(options, plan, worker)`` in every rank.
         offers: what it can do.
         requires: packages it needs; one that is missing makes it unavailable, with the reason.
+        uses: by what an option marked as a provider may say, the packages any one of which has to be there for it on
+            a CUDA device. Left to "auto", a component does without those that are missing.
         check: pure function yielding refusals for combinations the offers cannot express.
         contract: version of the protocols it was written for.
         summary: one line for ``glowplug plugins`` and the docs.
@@ -90,6 +92,7 @@ class Component:
     factory: str
     offers: Offers = field(default_factory=Offers)
     requires: tuple[Package, ...] = ()
+    uses: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     check: Check | None = None
     contract: int = CONTRACT
     summary: str = ""

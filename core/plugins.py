@@ -211,10 +211,16 @@ class PluginSet:
         return config_class(self)
 
     @cached_property
+    def packages(self) -> frozenset[str]:
+        """Names of the packages that any component needs or makes use of, and torch."""
+        components = [found.component for slot in SLOTS for found in self._slots[slot.name]]
+        used = (name for component in components for names in component.uses.values() for name in names)
+        return frozenset({"torch", *used, *(p.name for component in components for p in component.requires)})
+
+    @cached_property
     def software(self) -> SoftwareFacts:
-        """Versions of the packages that any component asks for."""
-        registrations = [found for slot in SLOTS for found in self._slots[slot.name]]
-        return software({"torch", *(p.name for found in registrations for p in found.component.requires)})
+        """Versions of those of them that are installed."""
+        return software(self.packages)
 
     @cached_property
     def names(self) -> tuple[str, ...]:

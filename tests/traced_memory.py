@@ -97,7 +97,8 @@ def _site() -> str:
 
 def plugins_of_the_card() -> PluginSet:
     made = load_plugins(entry_points=False)
-    made.__dict__["software"] = replace(made.software, packages={**made.software.packages, **INSTALLED})
+    found = {name: INSTALLED[name] for name in made.packages & INSTALLED.keys()}  # nobody else's are looked for
+    made.__dict__["software"] = replace(made.software, packages={**made.software.packages, **found})
     return made
 
 

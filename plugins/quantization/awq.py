@@ -102,4 +102,5 @@ def register_quantization_schemes() -> list[Component]:
     return [Component(
         name=NAME, options=AwqOptions, check=check_awq, factory="glowplug.plugins.quantization.awq_runtime:awq",
         offers=QuantizationOffers(reads=frozenset({NAME}), dequantizes=frozenset({"cpu"}), rides=True),
+        uses={"triton": ("triton",), "cublas": ("triton",)},
         summary="int4 weights with a scale and a zero a group, as AutoAWQ writes them")]

@@ -11,9 +11,12 @@ from glowplug.core.errors import Refusal
 from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import QuantizationOffers
 from glowplug.core.options import QuantizationOptions
-from glowplug.plugins.quantization.experts_bytes import CAST, fp8_experts
+from glowplug.plugins.quantization.experts_bytes import CAST, DEEP_GEMM, fp8_experts
 
 METHOD = "fp8"  #: the checkpoint's ``quant_method``
+#: packages of the libraries that ``gemm`` and ``experts`` name
+LIBRARIES = {"triton": ("triton",), "deep_gemm": DEEP_GEMM, "cutlass": ("sglang-kernel",),
+             "flashinfer": ("flashinfer-python",)}
 FP8_COMPUTE = 89  #: the first compute capability whose tensor cores multiply E4M3
 
 
@@ -73,4 +76,5 @@ def register_quantization_schemes() -> list[Component]:
         offers=QuantizationOffers(reads=frozenset({METHOD}), online=True, block_shape=(128, 128),
                                   dequantizes=frozenset({"cpu"}), cast_bytes=CAST, rides=True,
                                   experts_work=fp8_experts),
+        uses=LIBRARIES,
         summary="E4M3 weights in 128x128 blocks, native or quantised while loading")]

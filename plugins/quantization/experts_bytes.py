@@ -14,7 +14,7 @@ LEAST_LOAD = 35
 #: rows an expert gets on average above which dense experts have tiles of so many (the tables of ``moe_experts``)
 TILE_LOADS = {TILE: 59, TILE // 2: 29}
 LARGE_LOAD = 128  #: from which the shared expert is computed apart, as the tables of ``moe_experts`` have it
-DEEP_GEMM = frozenset({"sgl-deep-gemm", "deep-gemm"})
+DEEP_GEMM = ("sgl-deep-gemm", "deep-gemm")  #: packages that bring it
 
 
 def dense_experts(step: ExpertsStep) -> Work:
@@ -34,7 +34,8 @@ def dense_experts(step: ExpertsStep) -> Work:
 
 def fp8_experts(step: ExpertsStep) -> Work:
     """By DeepGEMM's grouped product where experts get many rows each, else by our own."""
-    if grouped_pays(step.options.experts, step.tokens, step.chosen, step.count) and DEEP_GEMM & step.packages.keys():
+    if grouped_pays(step.options.experts, step.tokens, step.chosen, step.count) and any(
+            step.packages.get(name) for name in DEEP_GEMM):
         return _grouped(step)
     return step.summed(0, int(step.pairs * step.inter * (2 * step.element + CAST)))
 

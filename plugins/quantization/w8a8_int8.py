@@ -121,4 +121,5 @@ def register_quantization_schemes() -> list[Component]:
         factory="glowplug.plugins.quantization.w8a8_int8_runtime:w8a8_int8",
         offers=QuantizationOffers(reads=INT8_METHODS, online=True, dequantizes=frozenset({"cpu"}), cast_bytes=1.0,
                                   rides=True, experts_work=int8_experts),
+        uses={"triton": ("triton",), "cutlass": ("sglang-kernel",)},
         summary="int8 weights with a scale a row, native or quantised while loading; activations a token at a time")]

@@ -89,6 +89,27 @@ def test_a_missing_library_is_named_with_its_installation(make: Callable[..., En
     assert package in found.reason and "not installed" in found.reason and f'pip install "{package}' in found.fix
 
 
+@pytest.mark.parametrize(("scheme", "option", "value", "package"), [
+    ("block_fp8", "gemm", "deep_gemm", "sgl-deep-gemm"), ("block_fp8", "experts", "deep_gemm", "sgl-deep-gemm"),
+    ("block_fp8", "gemm", "cutlass", "sglang-kernel"), ("block_fp8", "gemm", "flashinfer", "flashinfer-python"),
+    ("w8a8_int8", "gemm", "cutlass", "sglang-kernel"),
+])
+def test_a_missing_library_that_products_were_given_to(make: Callable[..., EnginePlan], scheme: str, option: str,
+                                                       value: str, package: str) -> None:
+    """It is named, and there is a plan where it is installed or nobody asks for it, which is the fix."""
+    asked, without = {"quantization": {"use": scheme, option: value}}, {**LIBRARIES, package: ""}
+    found = refusals(make, asked, packages=without)[f"quantization.{option}"]
+    assert f'"{value}" needs {package}' in found.reason and f'pip install "{package}"' in found.fix
+    assert make(asked, packages={**LIBRARIES, package: "9"}).choice("quantization")
+    assert f'quantization.{option} = "auto"' in found.fix
+    assert make({"quantization": {"use": scheme, option: "auto"}}, packages=without).choice("quantization")
+
+
+def test_every_library_that_a_component_can_use_is_looked_for() -> None:
+    """Else the plan would count on less than what runs."""
+    assert {"sgl-deep-gemm", "deep-gemm", "sglang-kernel", "flashinfer-python"} <= load_plugins().packages
+
+
 def test_without_any_library_there_is_a_plan_that_says_what_is_missing(make: Callable[..., EnginePlan]) -> None:
     plan = make(packages=dict.fromkeys(LIBRARIES, ""))
     assert plan.choice("attention").name == "torch_mla" and plan.choice("ops").name == "torch"
