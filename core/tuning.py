@@ -26,11 +26,13 @@ class Tuner:
         name: after ``glowplug tune``.
         factory: ``"package.module:Class"`` of a ``TableTuner``; called as ``factory(plan)``.
         summary: one line for ``--help``.
+        device: type of device that it measures on ("cuda"); "": any.
     """
 
     name: str
     factory: str
     summary: str = ""
+    device: str = ""
 
 
 @dataclass(frozen=True)

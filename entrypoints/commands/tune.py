@@ -13,15 +13,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from glowplug.core.errors import ConfigError, GlowplugError
+from glowplug.core.errors import ConfigError, GlowplugError, Refusal
 from glowplug.core.plan import EnginePlan
 from glowplug.core.plugin_loading import import_factory
 from glowplug.core.plugins import PluginSet
 from glowplug.core.resolve import plan as make_plan
-from glowplug.core.tuning import TableTuner, TuneTable, layer_shapes
+from glowplug.core.tuning import TableTuner, Tuner, TuneTable, layer_shapes
 from glowplug.entrypoints.cut_model import model_config, write_cut
 from glowplug.entrypoints.flags import add_engine_options, read_command_line
 from glowplug.entrypoints.tune_workers import run_workers
+
+ELSEWHERE = Refusal("tune", "--facts", "tables are measured on this machine's card, not on a fact sheet's",
+                    "leave --facts out, or use `glowplug check`")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -40,8 +43,9 @@ def run(args: argparse.Namespace) -> int:
     """Exit status 0 (also when time ran out, which is said); 2: no such tuner, or the model is refused."""
     try:
         given = read_command_line(args)
-        if given.layer.refusals:
-            raise ConfigError(given.layer.refusals, given.source)
+        refusals = [*given.layer.refusals, *([ELSEWHERE] if args.facts else [])]
+        if refusals:
+            raise ConfigError(refusals, given.source)
         found = {tuner.name: (tuner, plugin) for plugin, tuners in given.plugins.call_each("tuners")
                  for tuner in tuners or ()}
         if args.tuner is None:
@@ -50,16 +54,17 @@ def run(args: argparse.Namespace) -> int:
         if args.tuner not in found:
             raise ValueError(f"no tuner {args.tuner!r}; there are: {', '.join(sorted(found)) or 'none'}")
         with tempfile.TemporaryDirectory(prefix="glowplug-tune-") as folder:
-            return _tune(args, import_factory(*found[args.tuner]), given.config, given.plugins, Path(folder))
+            return _tune(args, *found[args.tuner], given.config, given.plugins, Path(folder))
     except (GlowplugError, ValueError) as error:
         print(f"glowplug tune: {error}", file=sys.stderr)
         return 2
 
 
-def _tune(args: argparse.Namespace, factory: Callable[[EnginePlan], TableTuner], config: Mapping[str, Any],
-          plugins: PluginSet, folder: Path) -> int:
+def _tune(args: argparse.Namespace, found: Tuner, plugin: str, config: Mapping[str, Any], plugins: PluginSet,
+          folder: Path) -> int:
     started = time.monotonic()
     plan = _plan(config, plugins, folder)
+    factory: Callable[[EnginePlan], TableTuner] = import_factory(found, plugin)
     tuner, shapes, rows = factory(plan), layer_shapes(plan, plugins), tuple(args.rows)
     tables = tuner.tables(shapes, rows)
     if args.tables:
@@ -67,6 +72,9 @@ def _tune(args: argparse.Namespace, factory: Callable[[EnginePlan], TableTuner],
     if args.only_list or not tables:
         _show(tables)
         return 0 if tables else _nothing(args.tuner)
+    if found.device not in ("", plan.device) and not args.ray:
+        raise ValueError(f"{found.name} measures on {found.device}, and here the device is {plan.device}: run it where "
+                         "the model will be served, add --ray for the GPUs of a cluster, or --list to see the tables")
     seconds = args.max_minutes * 60 - (time.monotonic() - started)
     if args.gpus > 1 or args.ray:
         run_workers([table.label for table in tables if table.missing], args.gpus, seconds, args.ray)

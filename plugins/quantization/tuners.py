@@ -8,8 +8,8 @@ from glowplug.core.tuning import Tuner
 @hookimpl
 def tuners() -> list[Tuner]:
     return [Tuner("moe", "glowplug.plugins.quantization.tune_moe:MoeTuner",
-                  "tiles of the routed experts' products over dense weights"),
+                  "tiles of the routed experts' products over dense weights", "cuda"),
             Tuner("fp8-gemm", "glowplug.plugins.quantization.tune_fp8:Fp8GemmTuner",
-                  "configurations of linear layers in block FP8, and which library is faster"),
+                  "configurations of linear layers in block FP8, and which library is faster", "cuda"),
             Tuner("fp8-moe", "glowplug.plugins.quantization.tune_fp8_experts:Fp8ExpertsTuner",
-                  "tiles of the routed experts' products in block FP8")]
+                  "tiles of the routed experts' products in block FP8", "cuda")]

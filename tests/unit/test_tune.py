@@ -100,6 +100,23 @@ def test_a_model_without_experts_has_nothing_for_moe(capsys: pytest.CaptureFixtu
     assert "nothing for moe" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("tuner", "more"), [("moe", ()), ("fp8-gemm", ("--quantization", "block_fp8")),
+                                             ("fp8-moe", ("--quantization", "block_fp8"))])
+def test_a_machine_without_a_card_measures_nothing(tuner: str, more: tuple[str, ...],
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("triton")
+    words = ["tune", tuner, "--model", "tiny-v3", "--device", "cpu", *more]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert f"{tuner} measures on cuda, and here the device is cpu" in said and "--list" in said
+    assert main([*words, "--list"]) == 0
+
+
+def test_a_fact_sheet_is_not_measured_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "sleepy", *MODEL, "--facts", "1xh200"]) == 2
+    assert "not on a fact sheet's" in capsys.readouterr().err
+
+
 def test_the_experts_tables_are_where_the_kernels_look(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("triton")
     from glowplug.kernels.triton import tuned
