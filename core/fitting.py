@@ -161,7 +161,7 @@ class RankMemory:
             return 0
         most = max(rows for _, rows, _ in shapes)
         pool = pool_bytes(self._peak(runner, "graphs", partial(most_captured, runner, self.plan, most)),
-                          self._claims(runner, partial(most_passed, runner, self.plan)))
+                          self._claims(runner, partial(most_passed, runner, self.plan)), self.plan.growing_segments)
         model, sizes = self.plan.facts.model, self.plan.sizes
         beside = driver_bytes(len(shapes), model.num_layers, len(counts), sizes.lookahead) + kept_bytes(
             model, [rows for _, rows, _ in shapes], counts, -(-sizes.positions // sizes.page_size),

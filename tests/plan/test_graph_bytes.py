@@ -13,10 +13,11 @@ from tests.traced_memory import planned as planned_for_card, plugins_of_the_card
 
 MIB = 1 << 20
 NEAR, SMALL = 0.05, 32 * MIB  #: as tests/e2e/test_gpu_memory.py judges
-UNDER = 8 * MIB  #: a plan may expect so much less than there is: the allocator takes up to 20 MiB at a time
+UNDER = 8 * MIB  #: a small plan may expect so much less than there is: the allocator takes up to 20 MiB at a time
 #: (model, layers of a shape, drafted tokens) -> MiB served, as segments come and where they grow
 SERVED = {("llama", 0, 0): (134, 142), ("v2", 0, 0): (136, 144), ("v3", 0, 0): (136, 144), ("v3", 0, 2): (172, 178),
-          ("v3_fp8", 0, 0): (156, 164), ("deepseek-v2-lite", 3, 0): (460, 424)}
+          ("v3_fp8", 0, 0): (156, 164), ("deepseek-v2-lite", 3, 0): (460, 424),
+          ("deepseek-v2-lite", 4, 0): (466, None), ("deepseek-v3", 4, 0): (2264, 1148), ("deepseek-v3", 5, 0): (2266, None)}
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +25,8 @@ def card() -> PluginSet:
     return plugins_of_the_card()
 
 
-@pytest.mark.parametrize("grows", [False, True])
-@pytest.mark.parametrize("case", SERVED)
+@pytest.mark.parametrize(("case", "grows"), [
+    (case, grows) for case, served in SERVED.items() for grows in (False, True) if served[grows] is not None])
 def test_planned_is_what_was_served(case: tuple[str, int, int], grows: bool, card: PluginSet, tmp_path: Path) -> None:
     name, layers, drafted = case
     config: dict[str, Any] = {"memory": {"growing_segments": grows}}
@@ -40,7 +41,7 @@ def test_planned_is_what_was_served(case: tuple[str, int, int], grows: bool, car
     plan = planned_for_card(folder, card, **config)
     found = next(line.bytes for line in plan.budget if line.name == "graphs")
     served = SERVED[case][grows] * MIB
-    assert served - UNDER <= found <= served + max(NEAR * served, SMALL), (found / MIB, served / MIB)
+    assert served - max(UNDER, NEAR * served) <= found <= served + max(NEAR * served, SMALL), (found / MIB, served / MIB)
 
 
 @pytest.mark.parametrize(("sizes", "layers", "drafts", "seen"), [
