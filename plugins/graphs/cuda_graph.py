@@ -17,6 +17,7 @@ from glowplug.core.hookspecs import hookimpl
 from glowplug.core.memory.graph_bytes import INSIDE
 from glowplug.core.offers import GraphOffers, Mode
 from glowplug.core.options import GraphOptions
+from glowplug.core.sizing import DEFAULTS
 
 NAME = "cuda_graph"
 CAPTURES = frozenset({Mode.DECODE, Mode.VERIFY, Mode.DRAFT_DECODE})
@@ -70,13 +71,15 @@ def default_sizes() -> tuple[int, ...]:
 def check_cuda_graph(context: CheckContext) -> Iterator[Refusal]:
     """Sizes that leave something to capture, and one rank."""
     options: CudaGraphOptions = context.options
-    smallest, rows = min(options.batch_sizes or (1,)), context.config.scheduler.max_running_requests
+    smallest, asked = min(options.batch_sizes or (1,)), context.config.scheduler.max_running_requests
+    rows = asked or DEFAULTS["cuda"][0]
     if options.max_batch is not None and smallest > options.max_batch:
         yield Refusal(NAME, "graphs.max_batch", f"every batch size to capture is above {options.max_batch}, the "
                       "largest allowed", f"graphs.max_batch = {max(options.batch_sizes or ())}")
-    elif rows is not None and smallest > rows:
+    elif smallest > rows:
+        by = "" if asked else " by default"
         yield Refusal(NAME, "graphs.batch_sizes", f"every batch size to capture is above the {rows} sequences that may "
-                      "run", f"graphs.batch_sizes = [{rows}]")
+                      f"run{by}", f"graphs.batch_sizes = [{rows}], or scheduler.max_running_requests = {smallest}")
     if context.values["ranks"] > 1:
         yield Refusal(NAME, "graphs.use", f"steps of {context.values['ranks']} ranks exchange through collectives, "
                       f"which {NAME} does not capture", 'graphs.use = "eager"')

@@ -41,6 +41,8 @@ def test_sizes_that_cannot_come_are_left_out(planned: Any, graphs: dict[str, Any
     ({"graphs": {"batch_sizes": [8, 9], "max_batch": 4}}, "graphs.max_batch", "above 4", "graphs.max_batch = 9"),
     ({"graphs": {"batch_sizes": [20]}, "scheduler": {"max_running_requests": 16}}, "graphs.batch_sizes",
      "above the 16 sequences", "graphs.batch_sizes = [16]"),
+    ({"graphs": {"batch_sizes": [512, 600]}}, "graphs.batch_sizes", "above the 256 sequences that may run by default",
+     "scheduler.max_running_requests = 512"),
     ({"graphs": {}, "attention": {"use": "torch_mla"}}, "graphs.use", "torch_mla syncs with the host", "eager"),
     ({"graphs": {"batch_sizes": []}}, "graphs.batch_sizes", "", ""),
     ({"graphs": {"batch_sizes": [0, 1]}}, "graphs.batch_sizes.0", "", ""),
@@ -51,6 +53,15 @@ def test_what_leaves_nothing_to_capture_is_refused(refused: Any, config: dict[st
                     hardware=H200)
     assert field in found, found
     assert reason in found[field].reason and fix in found[field].fix
+
+
+@pytest.mark.parametrize("followed", [{"graphs": {"batch_sizes": [256]}},
+                                      {"graphs": {"batch_sizes": [512, 600]},
+                                       "scheduler": {"max_running_requests": 512}}])
+def test_either_way_out_of_a_list_above_the_default_captures(planned: Any, followed: dict[str, Any]) -> None:
+    plan = planned({"dtype": "bfloat16", **followed, "graphs": {"use": "cuda_graph", **followed["graphs"]}},
+                   hardware=H200)
+    assert decided(plan)["graphs.batch_sizes"][0] == followed["graphs"]["batch_sizes"][:1]
 
 
 def test_ranks_step_eagerly_and_it_is_said(planned: Any) -> None:
