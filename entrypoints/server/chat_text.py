@@ -9,7 +9,7 @@ import orjson
 
 from glowplug.core.protocols import OutputParserFactory
 from glowplug.entrypoints.delta import Delta
-from glowplug.entrypoints.server.answers import DONE, event
+from glowplug.entrypoints.server.choice_events import NUL, ChoiceEvents, Halves
 from glowplug.entrypoints.server.context import Context
 from glowplug.entrypoints.server.logprobs import chat_logprobs
 from glowplug.entrypoints.server.prompts import TAIL, Prompt, wanted_thinking
@@ -29,8 +29,8 @@ def ending(context: Context, delta: Delta) -> dict[str, Any]:
 class Choice:
     """One sequence so far.
 
-    ``held``: reasoning kept back until it is complete (``stream_reasoning: false``). ``plain``: the bytes before and
-    after the text in a chunk that carries nothing but content.
+    ``held``: reasoning kept back until it is complete (``stream_reasoning: false``). ``plain``: a chunk that carries
+    nothing but content.
     """
 
     split: Split
@@ -41,7 +41,7 @@ class Choice:
     held: list[str] = field(default_factory=list)
     end: Delta | None = None
     started: bool = False
-    plain: tuple[bytes, bytes] | None = None
+    plain: Halves | None = None
 
 
 class ChatAnswer:
@@ -127,10 +127,9 @@ class ChatChunks(ChatAnswer):
 
     def __init__(self, context: Context, request: ChatRequest, prompt: Prompt, rid: str, prompt_text: str) -> None:
         super().__init__(context, request, prompt, rid, prompt_text)
-        self._head["object"] = "chat.completion.chunk"
-        options = request.stream_options
-        self._include = options is not None and options.include_usage
-        self.counts_always = options is not None and options.continuous_usage_stats
+        self._events = ChoiceEvents({**self._head, "object": "chat.completion.chunk"}, self.usage,
+                                    request.stream_options)
+        self.counts_always, self.end = self._events.continuous, self._events.end
 
     def add(self, index: int, delta: Delta) -> bytes:
         """Events of one step of one choice, as one write; b"" when there is nothing to show yet."""
@@ -144,27 +143,26 @@ class ChatChunks(ChatAnswer):
             reasoning = self._hold(choice, reasoning, bool(content) or delta.finish_reason is not None)
         ids = delta.token_ids if self.request.return_token_ids else None
         if reasoning:
-            parts.append(self._chunk(index, self._with_reasoning({}, reasoning), logprobs, ids))
+            parts.append(self._events.of(self._fields(index, self._with_reasoning({}, reasoning), logprobs, ids)))
             logprobs, ids = None, None
         if logprobs or ids or (content and self.counts_always):
-            parts.append(self._chunk(index, {"content": content}, logprobs, ids))
+            parts.append(self._events.of(self._fields(index, {"content": content}, logprobs, ids)))
         elif content:
             parts.append(self._plain(index, choice, content))
         if delta.finish_reason is not None:
-            parts.append(self._chunk(index, {}, None, None, delta))
+            parts.append(self._events.of({**self._fields(index, {}), **ending(self._context, delta)}))
         return b"".join(parts)
 
     def _plain(self, index: int, choice: Choice, content: str) -> bytes:
         """The common chunk, written around its text: all else in it stays the same over a stream."""
         if choice.plain is None:
-            before, after = self._chunk(index, {"content": "\0"}, None, None).split(b'"\\u0000"')
-            choice.plain = before, after
+            choice.plain = self._events.halves(self._fields(index, {"content": NUL}))
         return choice.plain[0] + orjson.dumps(content) + choice.plain[1]
 
     def _first(self, index: int) -> bytes:
         fields = {"role": "assistant", "content": self.echoed}
         extra = {"prompt_token_ids": self.prompt.ids} if self.request.return_token_ids else None
-        return self._chunk(index, fields, None, None, None, extra)
+        return self._events.of(self._fields(index, fields), extra)
 
     @staticmethod
     def _hold(choice: Choice, reasoning: str, complete: bool) -> str:
@@ -174,25 +172,9 @@ class ChatChunks(ChatAnswer):
         whole, choice.held = "".join(choice.held), []
         return whole
 
-    def _chunk(self, index: int, fields: dict[str, Any], logprobs: list[dict[str, Any]] | None, ids: list[int] | None,
-               end: Delta | None = None, extra: dict[str, Any] | None = None) -> bytes:
-        choice: dict[str, Any] = {"index": index, "delta": fields,
-                                  "logprobs": {"content": logprobs, "refusal": None} if logprobs else None,
-                                  "finish_reason": None}
-        if end is not None:
-            choice.update(ending(self._context, end))
-        if ids:
-            choice["token_ids"] = ids
-        chunk = {**self._head, "choices": [choice]}
-        if extra:
-            chunk.update(extra)
-        if self.counts_always:
-            chunk["usage"] = self.usage.body()
-        elif self._include:
-            chunk["usage"] = None
-        return event(chunk)
-
-    def end(self) -> bytes:
-        if not self._include:
-            return DONE
-        return event({**self._head, "choices": [], "usage": self.usage.body()}) + DONE
+    @staticmethod
+    def _fields(index: int, message: dict[str, Any], logprobs: list[dict[str, Any]] | None = None,
+                ids: list[int] | None = None) -> dict[str, Any]:
+        choice = {"index": index, "delta": message,
+                  "logprobs": {"content": logprobs, "refusal": None} if logprobs else None, "finish_reason": None}
+        return {**choice, "token_ids": ids} if ids else choice

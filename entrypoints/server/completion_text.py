@@ -8,8 +8,8 @@ from typing import Any
 import orjson
 
 from glowplug.entrypoints.delta import Delta
-from glowplug.entrypoints.server.answers import DONE, event
 from glowplug.entrypoints.server.chat_text import ending
+from glowplug.entrypoints.server.choice_events import NUL, ChoiceEvents, Halves
 from glowplug.entrypoints.server.context import Context
 from glowplug.entrypoints.server.logprobs import CompletionLogprobs
 from glowplug.entrypoints.server.prompts import Prompt
@@ -26,14 +26,16 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     end: Delta | None = None
     started: bool = False
-    plain: tuple[bytes, bytes] | None = None  #: what stands before and behind the text in most chunks
+    plain: Halves | None = None  #: a chunk that carries nothing but text
 
 
 class CompletionAnswer:
     """State of one request. ``echoed[i]`` is prompt i as text; with ``max_tokens`` 0 only that is shown.
 
-    Choice ``p * n + i`` is the i-th of prompt p.
+    Choice ``p * n + i`` is the i-th of prompt p. ``counts_always``: usage is wanted before a sequence has ended.
     """
+
+    counts_always = False
 
     def __init__(self, context: Context, request: CompletionRequest, prompts: list[Prompt], echoed: list[str],
                  rid: str) -> None:
@@ -41,9 +43,6 @@ class CompletionAnswer:
         self.request, self._context = request, context
         self.usage = UsageCount(self.n)
         self._only_prompt = request.max_tokens == 0
-        options = request.stream_options
-        self._include = options is not None and options.include_usage
-        self._counts_always = options is not None and options.continuous_usage_stats
         self.choices = [self._choice(prompt, text) for prompt, text in zip(prompts, echoed, strict=True)
                         for _ in range(self.n)]
         self._head = {"id": f"cmpl-{rid}", "object": "text_completion", "created": int(time.time()),
@@ -60,7 +59,7 @@ class CompletionAnswer:
         """(text, token ids) that ``delta`` adds to choice ``index``; counts usage, collects log-probabilities."""
         choice = self.choices[index]
         text, ids = ("", []) if self._only_prompt else (delta.text, delta.token_ids)
-        if self._counts_always or delta.finish_reason is not None:
+        if self.counts_always or delta.finish_reason is not None:
             self.usage.see(index, delta, output_tokens=0 if self._only_prompt else None)
         if choice.logprobs is not None:
             if delta.prompt_logprobs is not None:
@@ -105,6 +104,12 @@ class WholeCompletion(CompletionAnswer):
 class CompletionChunks(CompletionAnswer):
     """Turns each delta into the bytes of its event; ``end`` gives the usage and ``[DONE]``."""
 
+    def __init__(self, context: Context, request: CompletionRequest, prompts: list[Prompt], echoed: list[str],
+                 rid: str) -> None:
+        super().__init__(context, request, prompts, echoed, rid)
+        self._events = ChoiceEvents(self._head, self.usage, request.stream_options)
+        self.counts_always, self.end = self._events.continuous, self._events.end
+
     def add(self, index: int, delta: Delta) -> bytes:
         choice = self.choices[index]
         first = not choice.started
@@ -114,7 +119,7 @@ class CompletionChunks(CompletionAnswer):
         logprobs = choice.logprobs.take() if choice.logprobs is not None else None
         if not (text or last or (logprobs and logprobs["tokens"]) or (wanted_ids and ids)):
             return b""
-        if not (last or logprobs or wanted_ids or self._counts_always):
+        if not (last or logprobs or wanted_ids or self.counts_always):
             return self._plain(index, choice, text)
         body: dict[str, Any] = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
         if last:
@@ -123,25 +128,10 @@ class CompletionChunks(CompletionAnswer):
             body["token_ids"] = ids
             if first:
                 body["prompt_token_ids"] = choice.prompt.ids
-        return self._event(body)
+        return self._events.of(body)
 
     def _plain(self, index: int, choice: Choice, text: str) -> bytes:
         """The common chunk, written around its text: all else in it stays the same over a stream."""
         if choice.plain is None:
-            body = {"index": index, "text": "\0", "logprobs": None, "finish_reason": None}
-            before, after = self._event(body).split(b'"\\u0000"')
-            choice.plain = before, after
+            choice.plain = self._events.halves({"index": index, "text": NUL, "logprobs": None, "finish_reason": None})
         return choice.plain[0] + orjson.dumps(text) + choice.plain[1]
-
-    def _event(self, body: dict[str, Any]) -> bytes:
-        chunk = {**self._head, "choices": [body]}
-        if self._counts_always:
-            chunk["usage"] = self.usage.body()
-        elif self._include:
-            chunk["usage"] = None
-        return event(chunk)
-
-    def end(self) -> bytes:
-        if not self._include:
-            return DONE
-        return event({**self._head, "choices": [], "usage": self.usage.body()}) + DONE
