@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from glowplug.core.batch import Batch
-from glowplug.core.memory.layout import KVEntry, KVLayout
+from glowplug.core.memory.layout import KVLayout
 from glowplug.core.mesh import axis_size
 from glowplug.core.options import AttentionOptions
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, ProjectedMla, Worker
 from glowplug.kernels.triton.mha_store import mha_store
-from glowplug.plugins.attention.paging import kv_layers
+from glowplug.plugins.attention.cache_layout import local_kv_heads, mha_layout
 
 
 class PagedMha:
@@ -33,9 +33,10 @@ class PagedMha:
     follows = False
 
     def __init__(self, options: AttentionOptions, plan: EnginePlan, worker: Worker) -> None:
-        facts, ranks = plan.facts.model, axis_size("attn_tp", plan.mesh)
+        facts = plan.facts.model
         self._plan, self._page_size = plan, plan.sizes.page_size
-        self._heads, self._kv_heads = facts.num_heads // ranks, max(1, facts.num_kv_heads // ranks)
+        self._heads = facts.num_heads // axis_size("attn_tp", plan.mesh)
+        self._kv_heads = local_kv_heads(plan)
         self._head_dim = facts.head_dim
         self._dtype: torch.dtype = worker.dtype or getattr(torch, plan.dtype)
         self._kv: tuple[Mapping[str, Tensor], ...] = ()
@@ -69,9 +70,7 @@ class PagedMha:
     # ---- AttentionBackend --------------------------------------------------------------------------------------------
 
     def kv_layout(self) -> KVLayout:
-        shape, dtype = (self._kv_heads, self._head_dim), self._plan.kv_dtype
-        return KVLayout(kv_layers(self._plan), self._page_size, (
-            KVEntry("k", shape, dtype), KVEntry("v", shape, dtype)))
+        return mha_layout(self._plan)
 
     def reserve(self, limits: Limits) -> None:
         self._kv = limits.kv

@@ -20,7 +20,7 @@ from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, RopeRows, Worker
 from glowplug.kernels import merge, mla
 from glowplug.kernels.fp8 import BLOCK, Blocks
 from glowplug.plugins.attention.absorbed import stored_is_faster
-from glowplug.plugins.attention.paging import kv_layers
+from glowplug.plugins.attention.cache_layout import kv_layers
 from glowplug.plugins.attention.prefill_bytes import most_keys
 from glowplug.plugins.attention.ragged import RaggedCall, RaggedRows, plan_ragged
 

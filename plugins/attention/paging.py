@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from glowplug.core.batch import Batch
-from glowplug.core.plan import EnginePlan
 
 
 @dataclass(frozen=True)
@@ -137,11 +136,6 @@ def host_row(batch: Batch, page_size: int, queries: int, keys: int) -> HostRow |
     neighbours = (pages[1:] - pages[:-1] == 1).all()
     return HostRow(batch.slots.numpy(), page_size, batch.first_key, end,
                    slice(int(pages[0]), int(pages[-1]) + 1) if neighbours else pages)
-
-
-def kv_layers(plan: EnginePlan) -> int:
-    """Layers that keep a cache: the model's, and behind them the draft's."""
-    return plan.facts.model.num_layers + plan.sizes.draft_layers
 
 
 def store(pool: Tensor, slots: Tensor | None, value: Tensor) -> Tensor:

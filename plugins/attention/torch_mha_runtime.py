@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from glowplug.core.batch import Batch
-from glowplug.core.memory.layout import KVEntry, KVLayout
-from glowplug.core.mesh import axis_size
+from glowplug.core.memory.layout import KVLayout
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, Worker
 from glowplug.kernels import mha
 from glowplug.kernels.merge import merge_states
-from glowplug.plugins.attention.paging import Group, GroupLimits, LongRow, kv_layers, plan_groups, store
+from glowplug.plugins.attention.cache_layout import local_kv_heads, mha_layout
+from glowplug.plugins.attention.paging import Group, GroupLimits, LongRow, plan_groups, store
 from glowplug.plugins.attention.torch_mha import TorchMhaOptions
 
 GATHERED_NUMBERS = 1 << 27  #: key and value numbers gathered at once for decoding rows
@@ -32,17 +32,13 @@ class TorchMha:
         self._kv: tuple[Mapping[str, Tensor], ...] = ()
         self._groups: list[Group | LongRow] = []
         self._slots: Tensor | None = None
-        facts = plan.facts.model
-        self._kv_heads = max(1, facts.num_kv_heads // axis_size("attn_tp", plan.mesh))
-        self._head_dim = facts.head_dim
+        self._kv_heads, self._head_dim = local_kv_heads(plan), plan.facts.model.head_dim
         per_key = 2 * self._kv_heads * self._head_dim
         self._limits = GroupLimits(decode_keys=max(64, GATHERED_NUMBERS // per_key),
                                    keys=max(64, PIECE_NUMBERS // per_key))
 
     def kv_layout(self) -> KVLayout:
-        shape, dtype = (self._kv_heads, self._head_dim), self._plan.kv_dtype
-        return KVLayout(kv_layers(self._plan), self._page_size, (
-            KVEntry("k", shape, dtype), KVEntry("v", shape, dtype)))
+        return mha_layout(self._plan)
 
     def reserve(self, limits: Limits) -> None:
         self._kv = limits.kv

@@ -12,13 +12,13 @@ from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, Worker
 from glowplug.kernels import few, mha, mla
 from glowplug.kernels.merge import merge_states
+from glowplug.plugins.attention.cache_layout import kv_layers
 from glowplug.plugins.attention.paging import (
     Group,
     GroupLimits,
     HostRow,
     LongRow,
     host_row,
-    kv_layers,
     plan_groups,
     store,
 )

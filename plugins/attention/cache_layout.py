@@ -1,0 +1,23 @@
+"""What a rank's attention keeps in the KV pool."""
+from __future__ import annotations
+
+from glowplug.core.memory.layout import KVEntry, KVLayout
+from glowplug.core.mesh import axis_size
+from glowplug.core.plan import EnginePlan
+
+
+def kv_layers(plan: EnginePlan) -> int:
+    """Layers that keep a cache: the model's, and behind them the draft's."""
+    return plan.facts.model.num_layers + plan.sizes.draft_layers
+
+
+def local_kv_heads(plan: EnginePlan) -> int:
+    """Key heads of a rank: its share, or one that others hold, too."""
+    return max(1, plan.facts.model.num_kv_heads // axis_size("attn_tp", plan.mesh))
+
+
+def mha_layout(plan: EnginePlan) -> KVLayout:
+    """Entries ``k`` and ``v`` [key heads of a rank, D]."""
+    shape = (local_kv_heads(plan), plan.facts.model.head_dim)
+    return KVLayout(kv_layers(plan), plan.sizes.page_size,
+                    (KVEntry("k", shape, plan.kv_dtype), KVEntry("v", shape, plan.kv_dtype)))
