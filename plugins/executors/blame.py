@@ -19,7 +19,9 @@ QUIET = 2.5  #: seconds without one that make a rank (or a host) suspect once ot
 MARGIN = 4.0  #: seconds to name the cause and end everything
 SETTLE = 1.0  #: seconds to read on after the first sign of trouble
 SPAWN = 30.0  #: seconds a process may take to its first sign of life, whatever the limit
+PATIENCE = QUIET + 2 * SETTLE  #: seconds to wait for a silence once ranks have only lost peers
 SPAWNING, ENDED = "spawn", "ended"  #: phases before the first report of a rank, and after its orderly end
+LOADED = "ready", "serve", ENDED  #: phases of a rank that has loaded
 
 
 class Kind(IntEnum):
@@ -47,6 +49,11 @@ def first_cause(troubles: Iterable[Trouble]) -> Trouble:
     return min(troubles, key=lambda trouble: trouble.kind)
 
 
+def settled(kind: int, waited: float) -> bool:
+    """Has the first cause come to light, ``waited`` seconds after the first trouble? ``kind``: of the cause so far."""
+    return kind == Kind.ENDED or waited > (PATIENCE if kind == Kind.CONSEQUENCE else SETTLE)
+
+
 def host_limit(timeout: float) -> float:
     """Seconds of silence that end an engine across hosts, so that all is over ``timeout`` seconds after a link broke:
     sooner than the collectives, which know only that a peer is missing."""
@@ -55,6 +62,10 @@ def host_limit(timeout: float) -> float:
 
 def silence(rank: int, phase: str, seconds: float) -> Trouble:
     return Trouble(Kind.SILENT, f"rank {rank} has been silent for {seconds:.0f} s (phase {phase})")
+
+
+def not_ready(rank: int, phase: str, seconds: float) -> str:
+    return f"rank {rank} was not ready after {seconds:.0f} s (phase {phase})"
 
 
 @dataclass

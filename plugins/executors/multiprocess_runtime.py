@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING
 from glowplug.core.errors import EngineDead, EngineStopped
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Worker
-from glowplug.plugins.executors.blame import ENDED, SETTLE
+from glowplug.plugins.executors.blame import LOADED, SETTLE, not_ready
 from glowplug.plugins.executors.local_ranks import GRACE, LocalRanks
 
 if TYPE_CHECKING:
     from glowplug.plugins.executors.multiprocess import MultiprocessOptions
-
-READY = "ready", "serve", ENDED  #: phases of a rank that has loaded
 
 
 class MultiprocessExecutor:
@@ -42,11 +40,10 @@ class MultiprocessExecutor:
             rendezvous = f"file://{self._meeting.name}/ranks"
         deadline = time.monotonic() + self.options.start_timeout
         self._ranks.spawn(plan, rendezvous)
-        while slow := [rank for rank, phase in self._ranks.watch.phases.items() if phase not in READY]:
+        while slow := [rank for rank, phase in self._ranks.watch.phases.items() if phase not in LOADED]:
             self._read(max(0.0, min(SETTLE, deadline - time.monotonic())))
             if time.monotonic() > deadline:
-                self._die(EngineDead(f"rank {slow[0]} was not ready after {self.options.start_timeout:.0f} s "
-                                     f"(phase {self._ranks.watch.phase(slow[0])})"))
+                self._die(EngineDead(not_ready(slow[0], self._ranks.watch.phase(slow[0]), self.options.start_timeout)))
 
     def submit(self, data: bytes) -> None:
         """To rank 0, which broadcasts."""

@@ -17,7 +17,7 @@ from glowplug.core.messages import decode_outbound
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Worker
 from glowplug.plugins.executors.agreement import differences, identity
-from glowplug.plugins.executors.blame import ENDED, QUIET, SETTLE, Kind, Watch, first_cause, host_limit
+from glowplug.plugins.executors.blame import LOADED, QUIET, Kind, Watch, first_cause, host_limit, not_ready, settled
 from glowplug.plugins.executors.local_ranks import GRACE, for_front
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 POLL = 0.5  #: seconds an actor waits for something to send
 PLACE = 60.0  #: seconds Ray may take to find room for the ranks
-PATIENCE = QUIET + 2 * SETTLE  #: seconds to wait for a silent rank once others have only lost peers
-LOADED = "ready", "serve", ENDED  #: phases of a rank that has loaded
 
 
 class RayExecutor:
@@ -69,8 +67,7 @@ class RayExecutor:
             if self._dead is not None:
                 raise self._dead
             if time.monotonic() > deadline:
-                raise EngineDead(f"rank {slow[0]} was not ready after {self.options.start_timeout:.0f} s "
-                                 f"(phase {self._watch.phase(slow[0])})")
+                raise EngineDead(not_ready(slow[0], self._watch.phase(slow[0]), self.options.start_timeout))
         self._watch.limit = self._limit  # NOTE: while ranks import and load they may be kept from signs of life
 
     def _connect(self, plan: EnginePlan) -> None:
@@ -212,7 +209,7 @@ class RayExecutor:
             if kind == Kind.CONSEQUENCE and waited > QUIET:
                 self._watch.look(QUIET)
                 kind = first_cause(self._watch.troubles).kind
-            if kind == Kind.ENDED or waited > (PATIENCE if kind == Kind.CONSEQUENCE else SETTLE):
+            if settled(kind, waited):
                 break
         cause = first_cause(self._watch.troubles)
         self._dead = self._dead or EngineDead(str(replace(cause, text=cause.text + self._where)))

@@ -9,7 +9,17 @@ from glowplug.core.errors import EngineDead, EngineStopped, PlanRefused
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Worker
 from glowplug.plugins.executors.agreement import differences, identity
-from glowplug.plugins.executors.blame import ENDED, QUIET, SETTLE, Kind, Trouble, first_cause, host_limit
+from glowplug.plugins.executors.blame import (
+    LOADED,
+    QUIET,
+    SETTLE,
+    Kind,
+    Trouble,
+    first_cause,
+    host_limit,
+    not_ready,
+    settled,
+)
 from glowplug.plugins.executors.local_ranks import GRACE, LocalRanks
 from glowplug.plugins.executors.site import find_site
 
@@ -17,8 +27,6 @@ if TYPE_CHECKING:
     from glowplug.plugins.executors.host_link import HostLink
     from glowplug.plugins.executors.torchrun import TorchrunOptions
 
-LOADED = "ready", "serve", ENDED  #: phases of a rank that has loaded
-PATIENCE = QUIET + 2 * SETTLE  #: seconds to wait for a host's silence once ranks have only lost peers
 WORD = 2.0  #: seconds to tell the other hosts why this one ends
 TURN = 0.5  #: seconds between looks at the other hosts
 
@@ -65,8 +73,8 @@ class TorchrunExecutor:
         while slow := self._loading(plan.ranks):
             self._read(min(SETTLE, max(0.0, deadline - time.monotonic())))
             if time.monotonic() > deadline:
-                self._die(Trouble(Kind.FAILED, f"rank {slow[0]} was not ready after {self.options.start_timeout:.0f} s "
-                                               f"(phase {self._phases().get(slow[0], 'unknown')})"))
+                phase = self._phases().get(slow[0], "unknown")
+                self._die(Trouble(Kind.FAILED, not_ready(slow[0], phase, self.options.start_timeout)))
 
     def _phases(self) -> dict[int, str]:
         assert self._link is not None
@@ -119,7 +127,7 @@ class TorchrunExecutor:
                 self._ranks.watch.look(QUIET)
                 troubles = [*self._ranks.watch.troubles, *link.quiet(QUIET)]
                 kind = first_cause(troubles).kind
-            if kind == Kind.ENDED or waited > (PATIENCE if kind == Kind.CONSEQUENCE else SETTLE):
+            if settled(kind, waited):
                 return first_cause(troubles)
             if self._ranks.watch.all_ended() or link.leaving():
                 self._end(EngineStopped("the engine was stopped"), GRACE)
