@@ -106,12 +106,12 @@ class Front:
         room = context - prompt
         if room < 1:
             raise RequestError(
-                f"this model's context is {context} tokens, but the prompt alone has {prompt}; shorten the prompt",
+                f"the maximum context length here is {context} tokens, but the prompt has {prompt}; shorten the prompt",
                 code="context_length_exceeded", param="prompt")
         if params.max_tokens is not None and params.max_tokens > room:
             raise RequestError(
-                f"this model's context is {context} tokens, but {prompt + params.max_tokens} were requested "
-                f"({prompt} in the prompt, {params.max_tokens} for the completion)",
+                f"the maximum context length here is {context} tokens, but {prompt + params.max_tokens} were requested "
+                f"({prompt} in the prompt, {params.max_tokens} for the completion); max_tokens may be {room}",
                 code="context_length_exceeded", param="max_tokens")
         self._check_vocabulary(params)
         sizes = self.plan.sizes

@@ -85,18 +85,41 @@ def from_delta(delta: Delta) -> RequestError | None:
 def from_validation(errors: list[Any]) -> RequestError:
     """The first problem pydantic found, as a sentence with the field's name.
 
-    Of a union every member complains; one that got past the type says more than one that did not.
+    Of a union every member complains; one that got past the type says more than one that did not, and when none did,
+    all are named.
     """
     first = next((error for error in errors if not error["type"].endswith("_type")), errors[0])
     where = [str(part) for part in first["loc"] if not _is_union_member(str(part))]
     param = ".".join(where) or None
     message = str(first["msg"])
+    members = [_kind(member) for member in _members(first["loc"], errors)]
+    if first["type"].endswith("_type") and len(members) > 1:
+        message = f"Input should be {', '.join(members[:-1])} or {members[-1]}"
     return RequestError(f"{param}: {message}" if param else message, param=param)
+
+
+def _members(loc: tuple[Any, ...], errors: list[Any]) -> list[str]:
+    """Members of the union in which ``loc`` ends, in order: they complain beside it, at the same place or below."""
+    if not _is_union_member(str(loc[-1])):
+        return []
+    place = len(loc) - 1
+    beside = (error["loc"] for error in errors if error["loc"][:place] == loc[:place] and len(error["loc"]) > place)
+    return list(dict.fromkeys(str(found[place]) for found in beside))
+
+
+def _kind(member: str, many: bool = False) -> str:
+    """``list[list[constrained-int]]`` in words."""
+    if member.startswith("list["):
+        return ("lists of " if many else "a list of ") + _kind(member[5:-1], many=True)
+    words = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
+    word = words.get(member.removeprefix("constrained-"), "object")
+    return word + "s" if many else f"{'an' if word[0] in 'io' else 'a'} {word}"
 
 
 def _is_union_member(part: str) -> bool:
     """pydantic names the member of a union in the location ("str", "list[int]", "NativeSampling")."""
-    return part in ("str", "int", "float", "bool", "body") or "[" in part or part[:1].isupper()
+    plain = part.removeprefix("constrained-")
+    return plain in ("str", "int", "float", "bool", "body") or "[" in part or part[:1].isupper()
 
 
 def install(app: FastAPI) -> None:

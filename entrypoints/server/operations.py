@@ -138,18 +138,18 @@ async def start_profile(body: Annotated[ProfileRequest, Depends(body_of(ProfileR
     """Record a trace under a label (never a path) in the configured folder."""
     extra = {} if body.num_steps is None else {"num_steps": body.num_steps}
     await _command(context, "profile_start", label=body.label, **extra)
-    return json_response({"success": True, "message": f"profiling {body.label}"})
+    return json_response({"success": True, "message": f"profiling, under the label {body.label!r}"})
 
 
 async def stop_profile(context: Server) -> Response:
-    await _command(context, "profile_stop")
-    return json_response({"success": True, "message": "the trace is written"})
+    done = await _command(context, "profile_stop")
+    return json_response({"success": True, "message": f"the trace is written: {done.get('file') or 'no file'}"})
 
 
-async def _command(context: Context, action: str, **arguments: Any) -> None:
-    """RequestError when the engine refuses, Unavailable when it does not answer."""
+async def _command(context: Context, action: str, **arguments: Any) -> dict[str, Any]:
+    """What the engine answers. RequestError when it refuses, Unavailable when it does not answer."""
     try:
         async with asyncio.timeout(CONTROL_SECONDS):
-            await context.client.control(action, **arguments)
+            return await context.client.control(action, **arguments)
     except TimeoutError:
         raise Unavailable(f"no answer from the engine within {CONTROL_SECONDS:.0f} s", "engine_silent") from None

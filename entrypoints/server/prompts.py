@@ -159,6 +159,6 @@ def room(context: Context, prompt: Prompt) -> int:
     left = length - len(prompt.ids)
     if left < 1:
         raise RequestError(
-            f"this model's maximum context length is {length} tokens, but the prompt has {len(prompt.ids)}; "
+            f"the maximum context length here is {length} tokens, but the prompt has {len(prompt.ids)}; "
             "shorten the prompt", code="context_length_exceeded", param="prompt")
     return left

@@ -56,7 +56,8 @@ def main(plan: EnginePlan, plugins: PluginSet) -> int:
     try:
         listener = bind(options.host, options.port)
     except OSError as error:
-        print(f"glowplug: cannot listen on {options.host}:{options.port}: {error.strerror or error}", file=sys.stderr)
+        print(f"glowplug: cannot listen on {options.host}:{options.port}: {error.strerror or error} | fix: an address "
+              "of this machine (--host) and a port that is free (--port)", file=sys.stderr)
         return 1
     set_up_logging(log)
     sys.setswitchinterval(SWITCH)
@@ -200,16 +201,20 @@ class Server:
                 logger.exception("starting the engine failed")
                 return
         settle_memory()
-        logger.info("ready: %s", self._context.model_name)
+        host, port = self._listener.getsockname()[:2]
+        logger.info("ready: %s on http://%s:%d/v1", self._context.model_name, host, port)
 
     async def _drain(self) -> int:
         """Running work finishes, up to the limit; what is left then ends with finish reason "abort"."""
         limit = self._context.options.drain_timeout
-        logger.info("draining %d requests, at most %.0f s; a second signal exits at once",
-                    self._context.jobs.running, limit)
+        running = self._context.jobs.running
+        logger.info("draining %d request%s, at most %.0f s; a second signal exits at once",
+                    running, "" if running == 1 else "s", limit)
         if self._client.state != "starting" and not await self._client.drain(limit):
+            logger.warning("the drain timeout is over: what still runs is aborted")
             await self._client.abort_all()
         await self._context.jobs.wait_idle(LAST_WORDS)
+        logger.info("drained: the server ends")
         return 0
 
     @contextlib.contextmanager

@@ -39,8 +39,8 @@ class TextWorkers:
         size = sum(len(text) for text in texts)
         if size > self._max_bytes or (
                 4 * size > self._max_bytes and sum(len(text.encode()) for text in texts) > self._max_bytes):
-            raise RequestError(f"the prompt is larger than {self._max_bytes} bytes", code="context_length_exceeded",
-                               param="prompt")
+            raise RequestError(f"the prompt is larger than {self._max_bytes} bytes, the most that this server takes; "
+                               "shorten the prompt", code="context_length_exceeded", param="prompt")
 
     async def encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         """Token ids of each text."""

@@ -118,6 +118,8 @@ def test_the_drain_limit_ends_what_is_left_with_a_reason() -> None:
         one.process.send_signal(signal.SIGTERM)
         code, errors = one.end(6)
         assert code == 0 and "Traceback" not in errors
+        for words in ("draining 1 request, ", "what still runs is aborted", "the server ends"):
+            assert words in errors
         assert events(one.answers[0].text)[-1]["choices"][0]["finish_reason"] == "abort"
 
 
@@ -167,7 +169,7 @@ def test_a_taken_port_is_one_line_before_anything_is_loaded(capsys: pytest.Captu
         assert main(planned, plugins) == 1
     assert time.monotonic() - start < 1
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and str(port) in lines[0] and "in use" in lines[0]
+    assert len(lines) == 1 and str(port) in lines[0] and "in use | fix: " in lines[0] and "--port" in lines[0]
 
 
 def test_a_failed_start_ends_the_server() -> None:

@@ -126,7 +126,7 @@ FIELDS: list[tuple[str, dict[str, Any], str | None, str]] = [
     (TEXT, {"prompt": []}, "prompt", "empty"),
     (TEXT, {"prompt": [[]]}, "prompt", "empty"),
     (TEXT, {"prompt": [""]}, "prompt", "empty"),
-    (TEXT, {"prompt": ["a", 5]}, "prompt", ""),
+    (TEXT, {"prompt": ["a", 5]}, "prompt", "a string, a list of integers, a list of strings or a list of lists of"),
     (TEXT, {"prompt": [9999]}, "prompt", "vocabulary"),
     (TEXT, {"prompt": [-5]}, None, ""),
     (TEXT, {"prompt": ["x"] * 257}, None, ""),
@@ -138,6 +138,7 @@ FIELDS: list[tuple[str, dict[str, Any], str | None, str]] = [
     (TEXT, {"best_of": 5}, "best_of", "must equal n"),
     (TEXT, {"prompt_embeds": "AAAA"}, "prompt_embeds", "refused"),
     (NATIVE, {"text": None}, "text", "either text or input_ids"),
+    (NATIVE, {"rid": 5}, "rid", "a string or a list of strings"),
     (NATIVE, {"input_ids": [1]}, "text", "either text or input_ids"),
     (NATIVE, {"sampling_params": {"max_new_tokens": 0}}, "max_tokens", "between 1"),
     (NATIVE, {"sampling_params": {"temperature": -1}}, "sampling_params.temperature", "greater"),
@@ -192,6 +193,9 @@ def test_context_errors_have_both_numbers(client: httpx.Client) -> None:
     assert error["code"] == "context_length_exceeded" and "256" in error["message"] and "300" in error["message"]
     error = refused(client.post(TEXT, json={"prompt": "x" * 250, "max_tokens": 50}))
     assert error["code"] == "context_length_exceeded" and "256" in error["message"] and "300" in error["message"]
+    room = int(error["message"].rpartition("max_tokens may be ")[2])
+    assert client.post(TEXT, json={"prompt": "x" * 250, "max_tokens": room}).status_code == 200
+    assert client.post(TEXT, json={"prompt": "x" * 250, "max_tokens": room + 1}).status_code == 400
 
 
 def test_nul_and_odd_unicode_are_text(client: httpx.Client) -> None:
