@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.triton import dependent
-from glowplug.kernels.triton.norm import rows_of
+from glowplug.kernels.triton.rows import rows_of
 
 BLOCK = 1024  #: elements a program
 

@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.triton import dependent, tuned
+from glowplug.kernels.triton.h200 import MULTIPROCESSORS
+from glowplug.kernels.triton.split_k import splits_for, sum_parts
 from glowplug.kernels.triton.tuned import Config
 
 DTYPE = "int4_w4a16"
@@ -143,17 +145,6 @@ def _gemm(x, packed, factors, bias, out, rows, columns, depth, x_stride,
     tl.store(out + at, tl.trans(total).to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
 
 
-@triton.jit(do_not_specialize=["count"])
-def _sum_parts(parts, out, size, count, WIDTH: tl.constexpr, DEPENDENT: tl.constexpr):
-    dependent.begin(DEPENDENT)
-    dependent.wait(DEPENDENT)
-    at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
-    total = tl.zeros((WIDTH,), tl.float32)
-    for part in range(count):
-        total += tl.load(parts + part * size + at, mask=at < size, other=0.0)
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=at < size)
-
-
 @triton.jit
 def _dequantize(packed, factors, out, columns, depth, GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
                 DEPENDENT: tl.constexpr):
@@ -181,9 +172,8 @@ def rule(rows: int, columns: int, depth: int) -> Config:
     few = rows <= 64
     least = 32 if columns * depth >= LARGE else 16
     block_m, block_n = (max(least, triton.next_power_of_2(rows)), 64) if few else (64 if rows <= 256 else 128, 128)
-    tiles, split = triton.cdiv(rows, block_m) * triton.cdiv(columns, block_n), 1
-    while tiles * split < (264 if few else 132) and depth // 128 // (2 * split) >= 4:
-        split *= 2
+    tiles = triton.cdiv(rows, block_m) * triton.cdiv(columns, block_n)
+    split = splits_for(tiles, depth, 2 * MULTIPROCESSORS if few else MULTIPROCESSORS)
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "SPLIT_K": split, "num_warps": 4 if few else 8,
             "STAGES": 4 if few else 3}
 
@@ -212,8 +202,7 @@ def gemm(x: Tensor, packed: Tensor, factors: Tensor, group: int, bias: Tensor | 
         GROUP=group, EVEN=depth % 128 == 0, EVEN_N=columns % chosen["BLOCK_N"] == 0, BIAS=bias is not None, **chosen,
         **dependent.options())
     if split > 1:
-        size = rows * columns
-        _sum_parts[(triton.cdiv(size, 512),)](into, out, size, split, WIDTH=512, **dependent.options())
+        sum_parts(into, out)
     return out
 
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from glowplug.kernels.triton import dependent, tuned
+from glowplug.kernels.triton.h200 import MULTIPROCESSORS
+from glowplug.kernels.triton.split_k import splits_for, sum_parts
 from glowplug.kernels.triton.tuned import Config
 
 BLOCK = 128
@@ -117,26 +119,13 @@ def _gemm(x, x_scales, weight, stored, w_scales, out, rows, columns, depth, x_st
     tl.store(out_at, total.to(out.dtype.element_ty), mask=real[:, None] & (n < columns)[None, :])
 
 
-@triton.jit(do_not_specialize=["count"])
-def _sum_parts(parts, out, size, count, BLOCK_SIZE: tl.constexpr, DEPENDENT: tl.constexpr):
-    dependent.begin(DEPENDENT)
-    dependent.wait(DEPENDENT)
-    at = tl.program_id(0).to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-    total = tl.zeros((BLOCK_SIZE,), tl.float32)
-    for part in range(count):
-        total += tl.load(parts + part * size + at, mask=at < size, other=0.0)
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=at < size)
-
-
 def rule(rows: int, columns: int, depth: int) -> Config:
     """A configuration for a problem that nobody has tuned: enough programs to read the weight with every core."""
     if rows > 64:
         return {"BLOCK_M": 128, "BLOCK_N": 128, "SPLIT_K": 1, "SWAP": False, "TMA": False, "num_warps": 8,
                 "num_stages": 4}
     block_m = max(16, triton.next_power_of_2(rows))
-    split = 1
-    while columns // 64 * split < 132 and depth // BLOCK // (2 * split) >= 4:
-        split *= 2
+    split = splits_for(columns // 64, depth, MULTIPROCESSORS)
     return {"BLOCK_M": block_m, "BLOCK_N": 64, "SPLIT_K": split, "SWAP": True, "TMA": False, "num_warps": 4,
             "num_stages": 5}
 
@@ -171,6 +160,5 @@ def gemm(x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: t
                 w_scales.stride(0), columns, ROW_SCALES=row_scales, EVEN=depth % BLOCK == 0, **chosen,
                 **dependent.options())
     if split > 1:
-        size = rows * columns
-        _sum_parts[(triton.cdiv(size, 512),)](into, out, size, split, BLOCK_SIZE=512, **dependent.options())
+        sum_parts(into, out)
     return out

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.triton import dependent
+from glowplug.kernels.triton.rows import rows_of
 
 GROUP = 128
 CHUNK = 8  #: groups a program quantises where a token's groups do not depend on each other,
@@ -90,13 +91,9 @@ def empty_quantized(rows: int, size: int, device: torch.device) -> tuple[Tensor,
     return torch.empty(held, size, dtype=torch.float8_e4m3fn, device=device)[:rows], scales.t()[:rows]
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [T, N]; rows may be strided."""
-    x = _rows(x)
+    x = rows_of(x)
     rows, size = x.shape
     values, scales = empty_quantized(rows, size, x.device)
     if rows:
@@ -108,7 +105,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def silu_and_mul(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [T, 2N], gate then up -> silu(gate) * up, quantised from float32."""
-    x = _rows(x)
+    x = rows_of(x)
     rows, size = x.shape[0], x.shape[1] // 2
     values, scales = empty_quantized(rows, size, x.device)
     if rows:
@@ -121,7 +118,7 @@ def silu_and_mul(x: Tensor) -> tuple[Tensor, Tensor]:
 def silu_and_mul_pairs(x: Tensor, pairs: Tensor, filled: Tensor, total_pairs: int) -> tuple[Tensor, Tensor]:
     """The same of rows in order of experts, x [R, 2N] with R even: of the first ``filled`` int32 [1] (even, too) those
     whose ``pairs`` int32 [R] are below ``total_pairs``. The others, which fill tiles up, are not written."""
-    x = _rows(x)
+    x = rows_of(x)
     rows, size = x.shape[0], x.shape[1] // 2
     values, scales = empty_quantized(rows, size, x.device)
     groups = min(CHUNK_OF_MANY, triton.next_power_of_2(scales.shape[1]))

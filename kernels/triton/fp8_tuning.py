@@ -16,12 +16,12 @@ from torch import Tensor
 from glowplug.kernels.triton import fp8_gemm, fp8_quant
 from glowplug.kernels.triton.fp8_gemm import BLOCK
 from glowplug.kernels.triton.fp8_tuning_run import Log, Table, TuningRun, check_refusal, fitting_tiles, key, without
+from glowplug.kernels.triton.h200 import MULTIPROCESSORS
 from glowplug.kernels.triton.moe_tuning import microseconds
 from glowplug.kernels.triton.tuned import Config
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 COLD = 400 << 20  #: bytes of weights to go through in turn
-CORES = 132
 
 
 def _gemm_tiles(rows: int) -> list[dict[str, Any]]:
@@ -38,7 +38,7 @@ def gemm_candidates(rows: int, columns: int, depth: int) -> list[Config]:
     for tile in _gemm_tiles(rows):
         tiles = triton.cdiv(rows, tile["BLOCK_M"]) * triton.cdiv(columns, tile["BLOCK_N"])
         found += [{**tile, "SPLIT_K": split} for split in range(1, 9)
-                  if split == 1 or (depth // BLOCK // split >= 4 and tiles * split <= 4 * CORES)]
+                  if split == 1 or (depth // BLOCK // split >= 4 and tiles * split <= 4 * MULTIPROCESSORS)]
     return found
 
 

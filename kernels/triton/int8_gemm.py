@@ -14,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.triton import dependent, tuned
+from glowplug.kernels.triton.h200 import MULTIPROCESSORS
+from glowplug.kernels.triton.split_k import splits_for
 from glowplug.kernels.triton.tuned import Config
 
 DTYPE = "int8_w8a8"
@@ -107,9 +109,7 @@ def rule(rows: int, columns: int, depth: int) -> Config:
     """A configuration for a problem that nobody has tuned: enough programs to read the weight with every core."""
     few = rows <= 256
     block_m = min(64, max(32, triton.next_power_of_2(rows))) if few else 128  # 16 was measured slower, for one row, too
-    tiles, split = triton.cdiv(rows, block_m) * triton.cdiv(columns, 64 if few else 128), 1
-    while tiles * split < 132 and depth // 128 // (2 * split) >= 4:
-        split *= 2
+    split = splits_for(triton.cdiv(rows, block_m) * triton.cdiv(columns, 64 if few else 128), depth, MULTIPROCESSORS)
     if few:
         return {"BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_K": 128, "SPLIT_K": split, "SWAP": True, "num_warps": 4,
                 "num_stages": 5}

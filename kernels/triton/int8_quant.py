@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.triton import dependent
+from glowplug.kernels.triton.rows import rows_of
 
 
 @triton.jit
@@ -70,10 +71,6 @@ def empty_quantized(rows: int, size: int, device: torch.device) -> tuple[Tensor,
     return torch.empty(rows, size, dtype=torch.int8, device=device), torch.empty(rows, device=device)
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _shape(size: int) -> dict[str, int]:
     block = triton.next_power_of_2(size)
     return {"BLOCK": block, "num_warps": 2 if block <= 512 else 4 if block <= 2048 else 8 if block <= 4096 else 16}
@@ -81,7 +78,7 @@ def _shape(size: int) -> dict[str, int]:
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [T, N]; rows may be strided."""
-    x = _rows(x)
+    x = rows_of(x)
     rows, size = x.shape
     values, scales = empty_quantized(rows, size, x.device)
     if rows:
@@ -91,7 +88,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def silu_and_mul(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [T, 2N], gate then up -> silu(gate) * up, quantised from float32."""
-    x = _rows(x)
+    x = rows_of(x)
     rows, size = x.shape[0], x.shape[1] // 2
     values, scales = empty_quantized(rows, size, x.device)
     if rows:
@@ -101,7 +98,7 @@ def silu_and_mul(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, plain: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """x [T, N] -> x / sqrt(mean(x^2) + eps) * weight, quantised from float32; as it is into ``plain`` [T, N], too."""
-    x = _rows(x)
+    x = rows_of(x)
     rows, size = x.shape
     values, scales = empty_quantized(rows, size, x.device)
     if rows:
@@ -114,7 +111,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plain:
                  ) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """x and residual [T, N] -> (:func:`rms_norm` of their sum as rounded to residual's dtype, the sum). Neither is
     written; x may be float32."""
-    x, residual = _rows(x), _rows(residual)
+    x, residual = rows_of(x), rows_of(residual)
     rows, size = x.shape
     values, scales = empty_quantized(rows, size, x.device)
     total = torch.empty(rows, size, dtype=residual.dtype, device=x.device)

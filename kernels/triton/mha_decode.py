@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.triton import dependent, paged
+from glowplug.kernels.triton.h200 import MULTIPROCESSORS
 from glowplug.kernels.triton.mla_merge import merge
 
 
@@ -101,7 +102,7 @@ def tiling(rows: int, width: int, heads: int, kv_heads: int, dim: int, context: 
     block_m = min(64 if dtype.itemsize <= 2 else 32, max(16, triton.next_power_of_2(pairs)))
     block_n = 64 if dtype.itemsize <= 2 else 16
     blocks = max(1, rows * kv_heads * triton.cdiv(pairs, block_m))
-    splits = paged.best_splits(blocks, triton.cdiv(context, block_n), paged.MULTIPROCESSORS)
+    splits = paged.best_splits(blocks, triton.cdiv(context, block_n), MULTIPROCESSORS)
     return Tiling(block_m, block_n, splits, 4, 3 if dtype.itemsize > 2 else 7 if dim <= 128 else 5)
 
 

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.triton import dependent, paged
+from glowplug.kernels.triton.h200 import MULTIPROCESSORS
 from glowplug.kernels.triton.mla_merge import merge
 
 JOINED = 8  #: parts of a row's keys up to which who ends last joins them (not of tiles of 32 pairs: never measured)
@@ -130,7 +131,7 @@ def tiling(rows: int, width: int, heads: int, context: int, dtype: torch.dtype, 
     blocks = max(1, rows * triton.cdiv(width * heads, block_m))
     wide, narrow = block_m == 64, kv.itemsize == 1
     block_n = 64 if ring or wide else 16 if dtype.itemsize > 2 else 32 if narrow or block_m > 16 else 64
-    splits = paged.best_splits(blocks, triton.cdiv(context, block_n), paged.MULTIPROCESSORS)
+    splits = paged.best_splits(blocks, triton.cdiv(context, block_n), MULTIPROCESSORS)
     spared = ring and block_m == 16 and blocks >= JOINED and context <= SHORT
     apart = apart and spared and splits > 1 and width == 1 and rows in APART_ROWS
     if spared:  # 8 rows of 1024 keys on an H200: 17.1 us joined, 20.8 us in 16 parts and merged

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from glowplug.kernels.triton import dependent
 from glowplug.kernels.triton.fp8_quant import GROUP, empty_quantized, store_quantized
+from glowplug.kernels.triton.rows import rows_of
 
 FEW_ROWS = 128  #: about as many as there are processors
 
@@ -52,12 +53,6 @@ def _norm(x, ids, residual, weight, total, plain, values, scales, x_stride, ids_
         tl.store(plain + row * size + column, normed.to(plain.dtype.element_ty), mask=inside)
     if QUANTIZED:
         store_quantized(normed, values, scales, row, group, column, size, scale_stride)
-
-
-def rows_of(x: Tensor) -> Tensor:
-    """x [..., N] as [rows, N] whose last dimension is contiguous; rows may be strided."""
-    flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 
 def warps_for(block: int, parts: bool = False, rows: int = FEW_ROWS + 1) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-MULTIPROCESSORS = 132  #: of an H200
 TYPICAL_TILES = 32  #: of a row, for which the number of splits is chosen: 2048 keys
 LOG2_E = 1.4426950408889634
 

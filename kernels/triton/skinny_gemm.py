@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.triton import dependent
+from glowplug.kernels.triton.h200 import MULTIPROCESSORS
 
 
 class Tile(NamedTuple):
@@ -63,7 +64,6 @@ def _matrix(x, w, bias, out, tokens, size, depth, x_stride, TOKENS: tl.constexpr
 
 MOST = 16  #: tokens from which on nothing here beats cuBLAS
 LARGE = 40 << 20  #: numbers of W from which on cuBLAS is quicker for two tokens and more
-PROCESSORS = 132  #: of the card that the rule was measured on
 
 
 def rule(tokens: int, size: int, depth: int) -> Tile | None:
@@ -80,7 +80,7 @@ def rule(tokens: int, size: int, depth: int) -> Tile | None:
         return None
     if tokens <= 8:
         return Tile(16, 8, 8, 8)
-    return Tile(16, 8, 16, 8) if tokens <= MOST and size <= 16 * PROCESSORS else None
+    return Tile(16, 8, 16, 8) if tokens <= MOST and size <= 16 * MULTIPROCESSORS else None
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:

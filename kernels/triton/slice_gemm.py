@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from glowplug.kernels.triton import dependent
+from glowplug.kernels.triton.h200 import MULTIPROCESSORS
 
 copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 ROWS = 64  #: of W a program
@@ -29,7 +30,6 @@ STEP = 64  #: columns of W and x that are copied at once: 128 bytes
 SPLITS = 4
 FEWEST, MOST = 17, 64  #: tokens: below, ``skinny_gemm`` is quicker; beyond, cuBLAS
 DEEPEST = 512  #: columns of a piece, what shared memory holds of both
-PROCESSORS = 132  #: of the card that the rule was measured on
 
 
 def fits(tokens: int, size: int, depth: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -39,7 +39,7 @@ def fits(tokens: int, size: int, depth: int, dtype: torch.dtype, device: torch.d
     for 64, with cuBLAS 11.5 and 11.9.
     """
     return (FEWEST <= tokens <= MOST and depth % (SPLITS * STEP) == 0 and depth <= SPLITS * DEEPEST
-            and triton.cdiv(size, ROWS) * SPLITS <= PROCESSORS and dtype in (torch.bfloat16, torch.float16)
+            and triton.cdiv(size, ROWS) * SPLITS <= MULTIPROCESSORS and dtype in (torch.bfloat16, torch.float16)
             and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9)
 
 

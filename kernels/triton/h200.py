@@ -1,0 +1,2 @@
+"""The card that launch rules were measured on."""
+MULTIPROCESSORS = 132

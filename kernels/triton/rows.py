@@ -1,0 +1,10 @@
+"""Tensors as kernels that work row by row take them."""
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """x [..., N] as [rows, N] whose last dimension is contiguous; rows may be strided."""
+    flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(-1) == 1 else flat.contiguous()
