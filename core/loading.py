@@ -79,7 +79,8 @@ def _check(targets: dict[str, WeightTarget], entries: Mapping[str, TensorFact], 
     if typed:
         problems.append(f"{len(typed)} of the wrong dtype: {_listed(typed)}")
     if problems:
-        raise WeightError(f"{where}: tensors do not fit config.json: {'; '.join(problems)}")
+        raise WeightError(f"{where}: tensors do not fit config.json: {'; '.join(problems)}. Fix: download the files "
+                          "again, config.json with them")
 
 
 def _readable(stored: str, fixed: str | None) -> bool:

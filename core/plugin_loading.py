@@ -105,7 +105,17 @@ def load(manager: pluggy.PluginManager, source: PluginSource, timeout: float) ->
         _undo(manager, source)
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise PluginLoadError(f"plugin {source.label} could not be loaded: {describe(error)}") from error
+        raise PluginLoadError(f"plugin {source.label} could not be loaded: {describe(error)}"
+                              f"{_absent(source, error)}") from error
+
+
+def _absent(source: PluginSource, error: BaseException) -> str:
+    """What to do when the plugin's own module is not to be found; "" for every other failure."""
+    module = source.target.partition(":")[0]
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing is None or not f"{module}.".startswith(f"{missing}."):
+        return ""
+    return "; install the distribution that has it, or add its folder to PYTHONPATH"
 
 
 def _import(source: PluginSource) -> object:
@@ -128,9 +138,9 @@ def _undo(manager: pluggy.PluginManager, source: PluginSource) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """``Type: message (file:line)`` of the innermost frame."""
+    """``Type: message (file:line)`` of the innermost frame that has a file."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen ")]
     return f"{text} ({frames[-1].filename}:{frames[-1].lineno})" if frames else text
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ DTYPES: dict[str, tuple[str, int]] = {
     "U64": ("uint64", 8), "U32": ("uint32", 4), "U16": ("uint16", 2), "U8": ("uint8", 1), "BOOL": ("bool", 1),
 }
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+SHARD = re.compile(r"(?P<stem>.*-)(?P<number>\d{1,9})-of-(?P<count>\d{1,9})\.safetensors")
 
 
 def read_header(path: Path | str) -> dict[str, TensorFact]:
@@ -63,8 +66,9 @@ def read_places(path: Path | str) -> dict[str, tuple[TensorFact, int, int]]:
 def read_tensors(folder: Path | str) -> dict[str, TensorFact]:
     """Every tensor of a model folder, its index (if any) and its files in agreement; {} when it holds no weights.
 
-    Raises WeightError when a file of the index is missing, a tensor is missing from or doubled over its files, or the
-    folder holds only pickled weights (which are never read).
+    Raises WeightError when a file of the index is missing, or, without an index, one of files that are numbered
+    "00001-of-00002"; when a tensor is missing from or doubled over its files, or the folder holds only pickled weights
+    (which are never read).
     """
     folder = Path(folder)
     index = folder / INDEX_NAME
@@ -74,6 +78,7 @@ def read_tensors(folder: Path | str) -> dict[str, TensorFact]:
     if not files:
         _refuse_pickles(folder)
         return {}
+    _refuse_gaps(folder, [file.name for file in files])
     tensors: dict[str, TensorFact] = {}
     for file in files:
         _merge(tensors, read_header(file), folder)
@@ -211,6 +216,20 @@ def _weight_map(index: Path) -> dict[str, str]:
             raise WeightError(f"{index}: tensor {name[:200]!r} names {str(file)[:80]!r}, "
                               "which is not a safetensors file of this folder")
     return weight_map
+
+
+def _refuse_gaps(folder: Path, files: list[str]) -> None:
+    """``files`` that say how many they are must be all there. They are numbered from 0 or 1."""
+    for shard in filter(None, map(SHARD.fullmatch, files)):
+        stem, count, digits = shard["stem"], int(shard["count"]), len(shard["number"])
+        ending = f"-of-{shard['count']}.safetensors"
+        there = {name for name in files if name.startswith(stem) and name.endswith(ending) and SHARD.fullmatch(name)}
+        if len(there) < count:
+            first = 0 if f"{stem}{0:0{digits}d}{ending}" in there else 1
+            names = (f"{stem}{number:0{digits}d}{ending}" for number in range(first, first + count))
+            raise WeightError(f"{folder}: {count - len(there)} of {count} files are missing: "
+                              f"{', '.join(islice((name for name in names if name not in there), 5))}"
+                              f"{' and more' if count - len(there) > 5 else ''}; incomplete download?")
 
 
 def _refuse_pickles(folder: Path) -> None:

@@ -162,7 +162,8 @@ def _run(runner: Runner, batch: Batch, widest: Batch) -> None:
     batch.agreed = shape_of(widest)
     if runner.launch(batch).wait().bad.any():
         raise GlowplugError(f"self-test: the model's logits are not finite (NaN or all -inf) in a {batch.mode.value} "
-                            f"step of {batch.num_rows} rows, {batch.num_tokens} tokens")
+                            f"step of {batch.num_rows} rows, {batch.num_tokens} tokens. Fix: another dtype, if its "
+                            "range is too small for this model; else the checkpoint is damaged: download it again")
 
 
 def _prompt_length(plan: EnginePlan) -> int:

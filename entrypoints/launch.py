@@ -1,14 +1,10 @@
-"""From a configuration to a running engine: plan, executor, tokenizer. Shared by the server and the offline class."""
+"""From a plan to a running engine. Shared by the server and the offline class."""
 from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
 
 from glowplug.core.errors import PlanRefused, Refusal
 from glowplug.core.plan import EnginePlan
 from glowplug.core.plugins import PluginSet
 from glowplug.core.protocols import Executor, Worker
-from glowplug.core.tokenizer import Tokenizer
 
 
 def make_executor(plan: EnginePlan, plugins: PluginSet) -> Executor:
@@ -34,36 +30,3 @@ def _started(executor: Executor, plan: EnginePlan) -> Executor:
         executor.stop()
         raise
     return executor
-
-
-def open_tokenizer(plan: EnginePlan, plugins: PluginSet) -> Tokenizer | None:
-    """The model's tokenizer, or None when the configuration says ``skip_tokenizer``. PlanRefused when there is none."""
-    if plan.config.get("skip_tokenizer"):
-        return None
-    path = Path(plan.config.get("tokenizer") or plan.facts.model.path)
-    try:
-        found = plugins.hook.open_tokenizer(path=path, facts=plan.facts.model)
-    except ValueError as error:
-        raise PlanRefused([Refusal(by="tokenizer", field="tokenizer", reason=str(error),
-                                   fix="download the file again, or set tokenizer = FOLDER")]) from None
-    if found is None:
-        raise PlanRefused([Refusal(
-            by="tokenizer", field="tokenizer", reason=f"no tokenizer was found at {path.name!r}",
-            fix="put tokenizer.json beside the weights, set tokenizer = FOLDER, or skip_tokenizer = true")])
-    # NOTE: it may know more ids than the embedding has (padding ids); such ids are refused request by request.
-    tokenizer: Tokenizer = found
-    return tokenizer
-
-
-def eos_ids(plan: EnginePlan, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Token ids that end a sequence: the tokenizer's (generation_config included), else config.json's."""
-    if tokenizer is not None and tokenizer.eos_ids:
-        return tuple(tokenizer.eos_ids)
-    stated: Any = plan.facts.model.config.get("eos_token_id")
-    if stated is None:
-        return ()
-    ends = stated if isinstance(stated, list) else [stated]
-    if not all(type(token) is int and token >= 0 for token in ends):
-        reason = f"config.json: eos_token_id is {stated!r}, expected a token id or a list of them"
-        raise PlanRefused([Refusal("tokenizer", "model", reason, "use the checkpoint's own config.json")])
-    return tuple(ends)

@@ -20,7 +20,8 @@ from glowplug.entrypoints import inputs
 from glowplug.entrypoints.delta import Delta
 from glowplug.entrypoints.front import Front, Stream
 from glowplug.entrypoints.inputs import Message, Prompt
-from glowplug.entrypoints.launch import eos_ids, open_tokenizer, start_executor
+from glowplug.entrypoints.launch import start_executor
+from glowplug.entrypoints.model_text import eos_ids, open_tokenizer
 
 News = tuple[Stream, Delta]
 

@@ -6,8 +6,11 @@ import sys
 from dataclasses import replace
 
 from glowplug.core.config import masked
+from glowplug.core.plan import EnginePlan
 from glowplug.core.plan_table import render
+from glowplug.core.plugins import PluginSet
 from glowplug.entrypoints.flags import add_engine_options, read_command_line
+from glowplug.entrypoints.model_text import eos_ids, open_tokenizer
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -16,9 +19,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    plan = read_command_line(args).plan()
+    given = read_command_line(args)
+    plan = given.plan()
+    check_tokenizer(plan, given.plugins)
     if args.json:
         sys.stdout.write(replace(plan, config=masked(plan.config)).to_json().decode() + "\n")
     else:
         print(render(plan))
     return 0
+
+
+def check_tokenizer(plan: EnginePlan, plugins: PluginSet) -> None:
+    """PlanRefused when a checkpoint's tokenizer is missing or damaged, as it would be when serving.
+
+    A shape to plan with (a config.json alone) has neither weights nor tokenizer.
+    """
+    eos_ids(plan, open_tokenizer(plan, plugins) if plan.facts.model.tensors else None)

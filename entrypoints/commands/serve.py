@@ -6,6 +6,7 @@ import sys
 
 from glowplug.core.errors import PlanRefused, Refusal
 from glowplug.core.plan_table import render
+from glowplug.entrypoints.commands.check import check_tokenizer
 from glowplug.entrypoints.flags import add_engine_options, read_command_line
 
 
@@ -17,6 +18,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     given = read_command_line(args)
     plan = given.plan()
+    if args.dry_run:
+        check_tokenizer(plan, given.plugins)
     print(render(plan), file=sys.stdout if args.dry_run else sys.stderr)
     if args.dry_run:
         return 0

@@ -28,7 +28,8 @@ from glowplug.core.tokenizer import Tokenizer
 from glowplug.entrypoints import event_loop, exit_codes
 from glowplug.entrypoints.client import EngineClient
 from glowplug.entrypoints.follow import follow
-from glowplug.entrypoints.launch import eos_ids, make_executor, open_tokenizer, start_executor
+from glowplug.entrypoints.launch import make_executor, start_executor
+from glowplug.entrypoints.model_text import eos_ids, open_tokenizer
 from glowplug.entrypoints.server.app import create_app
 from glowplug.entrypoints.server.context import Context
 from glowplug.entrypoints.server.http_protocol import GuardedProtocol

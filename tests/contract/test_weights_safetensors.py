@@ -74,6 +74,25 @@ def test_a_truncated_shard_names_file_tensor_and_bytes(tmp_path: Path) -> None:
         assert part in str(error.value)
 
 
+@pytest.mark.parametrize(("first", "digits"), [(0, 5), (1, 5), (1, 6)])
+def test_numbered_files_must_all_be_there_without_an_index(tmp_path: Path, first: int, digits: int) -> None:
+    names = [f"model-{first + shard:0{digits}d}-of-{9:0{digits}d}.safetensors" for shard in range(9)]
+    for number, name in enumerate(names):
+        save_file({f"tensor.{number}": torch.ones(2)}, tmp_path / name)
+    assert len(read_tensors(tmp_path)) == 9
+    for name in (names[2], names[8]):
+        (tmp_path / name).unlink()
+    with pytest.raises(WeightError) as error:
+        read_tensors(tmp_path)
+    assert f"2 of 9 files are missing: {names[2]}, {names[8]}; incomplete download?" in str(error.value)
+
+
+def test_a_count_that_no_folder_holds_is_not_counted_out(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(1)}, tmp_path / "model-1-of-999999999.safetensors")
+    with pytest.raises(WeightError, match=r"999999998 of 999999999 files are missing: model-2-of-.* and more"):
+        read_tensors(tmp_path)
+
+
 def break_index(folder: Path, change: Any) -> None:
     index = json.loads((folder / INDEX_NAME).read_text())
     change(index["weight_map"])
@@ -105,8 +124,9 @@ def test_missing_shard_doubled_tensor_and_changed_file(tmp_path: Path) -> None:
     with pytest.raises(WeightError, match="'a.bias' is in two files"):
         open_source(tmp_path)
     (tmp_path / "extra.safetensors").unlink()
-    save_file({name: value.float() for name, value in values.items()}, tmp_path / "model-00001-of-00002.safetensors")
-    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    for file in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
+        (tmp_path / file).unlink()
+    save_file({name: value.float() for name, value in values.items()}, tmp_path / "model.safetensors")
     with pytest.raises(WeightError, match="changed since the plan was made"):
         open_source(tmp_path, planned)
 

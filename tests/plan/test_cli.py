@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from glowplug import __version__
+from glowplug.core.facts_read import embedded_path
 from glowplug.core.plugins import DEFAULT_PLUGINS, PluginSet
 from glowplug.core.slots import SLOTS
 from glowplug.entrypoints.cli import COMMANDS, main
@@ -45,6 +47,22 @@ def test_serve_dry_run_and_the_other_spellings(v3: Path) -> None:
         done = glowplug(*words, "--model-path", str(v3), "--load_format", "dummy", "--trust-remote-code", "--dry-run",
                         module=module)
         assert done.returncode == 0 and "multiprocess" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("words", [("check",), ("check", "--json"), ("serve", "--dry-run")])
+def test_a_checkpoint_without_its_tokenizer_is_refused_as_it_would_be_when_serving(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(embedded_path(), folder)
+    (folder / "tokenizer.json").write_text("{}")
+    asked = [*words, "--model", str(folder)]
+    assert main(asked) == 2 and f"{folder / 'tokenizer.json'}: " in capsys.readouterr().err
+    (folder / "tokenizer.json").unlink()
+    assert main(asked) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and "no tokenizer was found" in said.err and "skip_tokenizer = true" in said.err
+    assert main([*asked, "--skip-tokenizer-init"]) == 0
+    assert main([*asked, "--tokenizer", str(embedded_path())]) == 0
 
 
 def test_a_plan_for_another_machine_is_not_served(v3: Path) -> None:

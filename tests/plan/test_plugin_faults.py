@@ -77,6 +77,17 @@ def test_a_fault_names_plugin_distribution_and_version(site: Path, body: str, sa
     assert "'mine' (glowplug-faulty 3.1.4)" in str(caught.value)
 
 
+def test_a_plugin_that_is_not_to_be_found_says_where_it_is_looked_for(site: Path) -> None:
+    with pytest.raises(PluginLoadError) as caught:
+        load_plugins(["no_such_plugin.at_all"])
+    assert "No module named 'no_such_plugin'" in str(caught.value) and "PYTHONPATH" in str(caught.value)
+    assert "<frozen" not in str(caught.value)
+    distribution(site, "glowplug-imports", "1.0", "import not_there_at_all")
+    with pytest.raises(PluginLoadError) as caught:
+        load_plugins()
+    assert "glowplug_imports.py:" in str(caught.value) and "PYTHONPATH" not in str(caught.value)
+
+
 def test_a_hanging_plugin_is_named_with_its_stack(site: Path) -> None:
     distribution(site, "glowplug-hangs", "1.0", "import time\ndef sleep_long():\n    time.sleep(60)\nsleep_long()\n")
     started = time.monotonic()
