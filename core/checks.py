@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from glowplug.core import checks_draft, checks_ranks, last_layer_choice
-from glowplug.core.checking import instead, listed, reads, refuse
+from glowplug.core.checking import instead, listed, reads, refuse, use_field
 from glowplug.core.component import CONTRACT, Chosen, Component
 from glowplug.core.draft import Draft
 from glowplug.core.errors import Refusal
@@ -26,6 +26,7 @@ from glowplug.core.offers import (
     SpeculativeOffers,
     WeightOffers,
 )
+from glowplug.core.requirements import missing_packages
 from glowplug.core.slots import SLOTS, Slot
 
 #: more checks, which register themselves when they are imported
@@ -41,25 +42,11 @@ def component_checks(draft: Draft, slot: Slot, component: Component, chosen: Cho
         yield refuse(draft, slot.name, chosen, f"{component.name} was written for contract {component.contract}, this "
                      f"is contract {CONTRACT}", f"install a version of {draft.origin(slot.name, component.name)} made "
                      "for this release of glowplug")
-    yield from _device(draft, slot, component.offers, chosen)
-    yield from _packages(draft, slot, component, chosen)
+    unfit = list(_device(draft, slot, component.offers, chosen))
+    yield from unfit
+    if all(refusal.field != use_field(draft, slot, chosen) for refusal in unfit):  # else no installation would help
+        yield from _packages(draft, slot, component, chosen)
     yield from _providers(draft, slot, component, chosen)
-
-
-def missing_packages(component: Component, packages: dict[str, str]) -> list[tuple[str, str]]:
-    """(requirement, what is installed) of each package that is missing or of the wrong version."""
-    found = ((package, packages.get(package.name, "")) for package in component.requires)
-    return [(f"{package.name}{package.spec}", version or "not installed") for package, version in found
-            if not version or not _matches(version, package.spec)]
-
-
-def _matches(version: str, spec: str) -> bool:
-    from packaging.specifiers import InvalidSpecifier, SpecifierSet  # only few components ask, and it is slow to import
-
-    try:
-        return SpecifierSet(spec, prereleases=True).contains(version)
-    except InvalidSpecifier:
-        return False
 
 
 def _packages(draft: Draft, slot: Slot, component: Component, chosen: Chosen) -> Iterator[Refusal]:
@@ -88,13 +75,13 @@ def _device(draft: Draft, slot: Slot, offers: Offers, chosen: Chosen) -> Iterato
     if device not in offers.devices:
         yield refuse(draft, slot.name, chosen, f"{chosen.name} runs on {listed(offers.devices)}, the device is "
                      f"{device}",
-                     instead(draft, slot.name, lambda o: device in o.devices, f'device = "{min(offers.devices)}"'))
-    elif device == "cuda" and offers.compute:
-        found = {card.compute for card in machine.devices} - offers.compute
-        if found:
-            yield refuse(draft, slot.name, chosen, f"{chosen.name} supports SM{listed(offers.compute)}; {machine.name} "
-                         f"has SM{listed(found)}", instead(draft, slot.name, lambda o: not o.compute or not found - {
-                             card.compute for card in machine.devices if card.compute in o.compute}, "another device"))
+                     instead(draft, slot.name, lambda o: True, f'device = "{min(offers.devices)}"'))
+    elif device == "cuda":
+        cards = {card.compute for card in machine.devices}
+        if not offers.runs_on(cards):
+            supported = listed(offers.compute) or f"{offers.least_compute} and later"
+            yield refuse(draft, slot.name, chosen, f"{chosen.name} supports SM{supported}; {machine.name} has "
+                         f"SM{listed(cards)}", instead(draft, slot.name, lambda o: True, "another device"))
     if slot.step and dtype not in offers.dtypes:
         yield refuse(draft, slot.name, chosen, f"{chosen.name} computes in {listed(offers.dtypes)}, the dtype is "
                      f"{dtype}", f'dtype = "{min(offers.dtypes)}"', field="dtype")

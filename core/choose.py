@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from glowplug.core.checking import run_checks
-from glowplug.core.checks import component_checks, missing_packages
+from glowplug.core.checks import component_checks
 from glowplug.core.component import CONTRACT, Chosen, Component, Options
 from glowplug.core.draft import Draft, chosen_of
 from glowplug.core.errors import Refusal
@@ -17,6 +17,7 @@ from glowplug.core.last_layer_choice import choose_last_layer
 from glowplug.core.offers import FLOAT_DTYPES, ModelOffers, ParallelOffers
 from glowplug.core.options import SpeculativeOptions
 from glowplug.core.plugin_loading import Registration
+from glowplug.core.requirements import missing_packages
 from glowplug.core.slots import SLOTS, Slot
 
 

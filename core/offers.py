@@ -5,7 +5,7 @@ judged by these words only; to teach the engine a new incompatibility, add a wor
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from functools import cached_property
@@ -45,7 +45,8 @@ class Offers:
 
     Attributes:
         devices: device types it runs on ("cpu", "cuda").
-        compute: CUDA compute capabilities it supports (90 = SM90); empty: any.
+        compute: CUDA compute capabilities it supports (90 = SM90); empty: any from ``least_compute`` on.
+        least_compute: the first of them; 0: any.
         dtypes: compute dtypes it supports, by torch name.
         modes: capture level per step mode.
         overlap: its step code never waits for the device, so the next step may be launched before this one is read.
@@ -53,9 +54,15 @@ class Offers:
 
     devices: frozenset[str] = DEVICES
     compute: frozenset[int] = frozenset()
+    least_compute: int = 0
     dtypes: frozenset[str] = FLOAT_DTYPES
     modes: Mapping[Mode, Capture] = field(default_factory=lambda: dict(EVERY_MODE_GRAPH))
     overlap: bool = True
+
+    def runs_on(self, cards: Iterable[int]) -> bool:
+        """Does it support CUDA devices of these compute capabilities? One that is not known (0) is not held against it.
+        """
+        return all((not self.compute or card in self.compute) and not 0 < card < self.least_compute for card in cards)
 
     @cached_property
     def runs(self) -> frozenset[Mode]:

@@ -9,6 +9,7 @@ from glowplug.core.errors import Refusal
 from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import EVERY_MODE_GRAPH, FLOAT_DTYPES, AttentionOffers
 from glowplug.core.options import AttentionOptions
+from glowplug.kernels.cards import TILES
 from glowplug.plugins.attention.prefill_bytes import mha_bytes
 
 LARGEST = 256  #: numbers of a head whose tiles fit a multiprocessor
@@ -33,6 +34,6 @@ def register_attention_backends() -> list[Component]:
         requires=(Package("triton", ">=3.5"),),
         offers=AttentionOffers(
             devices=frozenset({"cuda"}), kinds=frozenset({"mha"}), kv_dtypes=FLOAT_DTYPES | {"fp8_e4m3", "fp8_e5m2"},
-            modes=dict(EVERY_MODE_GRAPH), tree=True, first_key=True, work=mha_bytes),
+            modes=dict(EVERY_MODE_GRAPH), tree=True, first_key=True, work=mha_bytes, compute=TILES),
         summary="multi-head and grouped-query attention in Triton, of causal chains and trees, with 16 bits or FP8 in "
                 "the cache")]

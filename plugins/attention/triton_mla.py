@@ -6,6 +6,7 @@ from typing import Literal
 from glowplug.core.component import Component, Package
 from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import EVERY_MODE_GRAPH, FLOAT_DTYPES, AttentionOffers, Capture, Mode
+from glowplug.kernels.cards import TILES
 from glowplug.plugins.attention.absorbed import AbsorbedOptions, check_absorbed
 from glowplug.plugins.attention.prefill_bytes import mla_bytes
 
@@ -22,5 +23,6 @@ def register_attention_backends() -> list[Component]:
         requires=(Package("triton", ">=3.5"),),
         offers=AttentionOffers(
             devices=frozenset({"cuda"}), kinds=frozenset({"mla"}), kv_dtypes=FLOAT_DTYPES | {"fp8_e4m3"},
-            modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER}, tree=True, first_key=True, work=mla_bytes),
+            modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER}, tree=True, first_key=True, work=mla_bytes,
+            compute=TILES),
         summary="latent attention in Triton, of causal chains and trees, with 16 bits or FP8 in the cache")]

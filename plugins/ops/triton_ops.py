@@ -7,6 +7,7 @@ from glowplug.core.component import Component, Package
 from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import OpsOffers
 from glowplug.core.options import OpsOptions
+from glowplug.kernels.cards import TRITON
 from glowplug.plugins.ops.torch_ops import TABLE
 
 
@@ -18,6 +19,7 @@ class TritonOpsOptions(OpsOptions):
 def register_ops() -> list[Component]:
     return [Component(
         name="triton", options=TritonOpsOptions, factory="glowplug.plugins.ops.triton_ops_runtime:TritonOps",
-        offers=OpsOffers(devices=frozenset({"cuda"}), ops=TABLE | {"route", "route_signalling"}, adds_parts=True),
+        offers=OpsOffers(devices=frozenset({"cuda"}), least_compute=TRITON,
+                         ops=TABLE | {"route", "route_signalling"}, adds_parts=True),
         requires=(Package("triton", ">=3.5"),),
         summary="fused normalisation, rotation, activation and gates in Triton")]

@@ -16,12 +16,12 @@ from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import QuantizationOffers
 from glowplug.core.options import QuantizationOptions
 from glowplug.core.stored_formats import awq_group, quantization_config
+from glowplug.plugins.quantization.triton_needed import check_triton
 
 NAME = "awq"
 USE = "quantization.use"
 ROW = -1  #: group size of one scale a row
 LEAST_GROUP, BLOCK = 32, 128
-COMPUTE = 80  #: the first compute capability that works on two bfloat16 numbers at once
 SUPPORTED = "a checkpoint that AutoAWQ wrote with 4 bits, zero_point true and version gemm"
 AGAIN = "download the checkpoint again"
 SHOWN = 3  #: names listed in a reason
@@ -46,10 +46,8 @@ class AwqOptions(QuantizationOptions):
 def check_awq(context: CheckContext) -> Iterator[Refusal]:
     """What config.json states, and what the tensors say."""
     model = context.facts.model
-    old = {card.compute for card in context.facts.hardware.devices if card.compute < COMPUTE}
-    if old and context.values["device"] == "cuda" and not context.options.dequantize:
-        yield Refusal(NAME, USE, f"{context.facts.hardware.name} is SM{min(old)}, whose cores lack what unpacks int4 "
-                      f"(SM{COMPUTE} and later have it)", "quantization.dequantize = true")
+    if not context.options.dequantize:
+        yield from check_triton(context, NAME, "dequantize = true")
     if model.quant_method != NAME:
         return
     found = list(_stated(quantization_config(model), awq_group(model)))

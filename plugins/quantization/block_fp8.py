@@ -12,12 +12,12 @@ from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import QuantizationOffers
 from glowplug.core.options import QuantizationOptions
 from glowplug.plugins.quantization.experts_bytes import CAST, DEEP_GEMM, fp8_experts
+from glowplug.plugins.quantization.triton_needed import check_triton
 
 METHOD = "fp8"  #: the checkpoint's ``quant_method``
 #: packages of the libraries that ``gemm`` and ``experts`` name
 LIBRARIES = {"triton": ("triton",), "deep_gemm": DEEP_GEMM, "cutlass": ("sglang-kernel",),
              "flashinfer": ("flashinfer-python",)}
-FP8_COMPUTE = 89  #: the first compute capability whose tensor cores multiply E4M3
 
 
 class BlockFp8Options(QuantizationOptions):
@@ -40,7 +40,8 @@ class BlockFp8Options(QuantizationOptions):
 
 def check_block_fp8(context: CheckContext) -> Iterator[Refusal]:
     """Native checkpoints must hold E4M3 in blocks and ask for dynamic activation scales; devices must multiply it."""
-    yield from _device(context)
+    if context.options.activations != "none":
+        yield from check_triton(context, "block_fp8", 'activations = "none"')
     model = context.facts.model
     if model.quant_method != METHOD:
         return
@@ -56,16 +57,6 @@ def check_block_fp8(context: CheckContext) -> Iterator[Refusal]:
         yield Refusal(by, "quantization.activations", "the checkpoint asks for activations of scheme "
                       f"{stated['activation_scheme']!r}; block_fp8 knows dynamic scales",
                       'quantization.activations = "dynamic" (or "none")')
-
-
-def _device(context: CheckContext) -> Iterator[Refusal]:
-    if context.values["device"] != "cuda" or context.options.activations == "none":
-        return
-    old = {card.compute for card in context.facts.hardware.devices if card.compute < FP8_COMPUTE}
-    if old:
-        yield Refusal("block_fp8", "quantization.use", f"{context.facts.hardware.name} is SM{min(old)}, which does not "
-                      f"multiply E4M3 (SM{FP8_COMPUTE} and later do)",
-                      'quantization.activations = "none" (weights are kept in the compute dtype)')
 
 
 @hookimpl

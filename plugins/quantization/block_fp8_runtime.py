@@ -6,7 +6,6 @@ A product is then that of an FP8 GEMM with float32 accumulation, up to the order
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +24,7 @@ from glowplug.core.protocols import (
 )
 from glowplug.kernels import fp8
 from glowplug.kernels.activation import silu_and_mul
+from glowplug.kernels.cards import tiles_run_on
 from glowplug.plugins.quantization.dense import DenseExperts, DenseLinear, expert_slices, row_spans, weight_index
 
 if TYPE_CHECKING:
@@ -66,8 +66,7 @@ class BlockFp8:
         self._tensors = facts.tensors if self._native else {}
         self._skipped = tuple(stated.get("modules_to_not_convert") or ())
         # NOTE: torch's grouped products of float32 read the groups on the host, so that no graph could hold them.
-        self._in_triton = (torch.device(self._device).type == "cuda" and self._format == PLAIN
-                           and find_spec("triton") is not None)
+        self._in_triton = self._format == PLAIN and tiles_run_on(self._device)
 
     def linear(self, shape: LinearShape) -> LinearMethod:
         return Fp8Linear(shape, self._dtype, self._device, self._format, self._native)

@@ -1,12 +1,11 @@
 """Dense linear layers on CUDA devices: cuBLAS, and kernels of our own for few tokens."""
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
 from glowplug.core.protocols import LinearShape, Parts, Quantized
+from glowplug.kernels.cards import tiles_run_on
 from glowplug.plugins.quantization.dense import DenseLinear
 
 HALF = (torch.bfloat16, torch.float16)
@@ -23,7 +22,7 @@ class CudaLinear(DenseLinear):
             self.bias = torch.empty(self.bias.shape, dtype=dtype, device=device)
         half = dtype in HALF and self.rows.is_cuda
         self._widens = shape.wide and half and not shape.bias
-        self._few = _few if half and find_spec("triton") is not None else None
+        self._few = _few if half and tiles_run_on(device) else None
 
     def apply(self, x: Tensor | Quantized) -> Tensor:
         values = x.values if isinstance(x, Quantized) else x

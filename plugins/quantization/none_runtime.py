@@ -1,13 +1,13 @@
 """The runtime of ``quantization.none``."""
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import ExpertsMethod, ExpertsShape, LinearShape, Worker
+from glowplug.kernels.cards import tiles_run_on
 from glowplug.plugins.quantization.dense import DenseExperts, DenseLinear
 from glowplug.plugins.quantization.dense_linear_cuda import CudaLinear
 
@@ -24,7 +24,7 @@ class NoQuantization:
         self._dtype: torch.dtype = worker.dtype or getattr(torch, plan.dtype)
         self._device = worker.device
         self._on_cuda = torch.device(worker.device).type == "cuda"
-        self.fuses_shared = self._on_cuda and find_spec("triton") is not None
+        self.fuses_shared = tiles_run_on(worker.device)
 
     def linear(self, shape: LinearShape) -> DenseLinear:
         method = CudaLinear if self._on_cuda else DenseLinear

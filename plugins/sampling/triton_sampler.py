@@ -7,6 +7,7 @@ from glowplug.core.component import Component, Package
 from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import SamplerOffers
 from glowplug.core.options import SamplingOptions
+from glowplug.kernels.cards import TRITON
 from glowplug.kernels.chunks import LOGPROB_ROWS
 
 
@@ -24,6 +25,7 @@ def register_samplers() -> list[Component]:
     return [Component(
         name="triton", options=TritonSamplerOptions,
         factory="glowplug.plugins.sampling.triton_sampler_runtime:TritonSampler",
-        offers=SamplerOffers(devices=frozenset({"cuda"}), state_bytes=4.0, scratch_rows=scratch_rows),
+        offers=SamplerOffers(devices=frozenset({"cuda"}), least_compute=TRITON, state_bytes=4.0,
+                             scratch_rows=scratch_rows),
         requires=(Package("triton", ">=3.5"),),
         summary="every feature of the torch sampler without a sort or a word from the host, so that graphs hold it")]

@@ -29,6 +29,7 @@ def card(name: str, compute: int, gigabytes: int) -> HardwareFacts:
     return replace(H200, devices=(DeviceFacts(name, gigabytes << 30, compute),), name=f"1 x {name}")
 
 
+T4, L40S = card("Tesla T4", 75, 64), card("NVIDIA L40S", 89, 48)
 A100, H100, H20 = card("NVIDIA A100-SXM4-80GB", 80, 80), card("NVIDIA H100", 90, 80), card("NVIDIA H20", 90, 96)
 
 
@@ -58,23 +59,73 @@ def decision(plan: EnginePlan, field: str) -> Decision:
     return next(found for found in plan.decisions if found.field == field)
 
 
-@pytest.mark.parametrize("name", ["hopper_mla", "fa3_mla", "flashmla"])
-def test_a_library_for_another_card_is_refused(make: Callable[..., EnginePlan], name: str) -> None:
+@pytest.mark.parametrize("name", ["hopper_mla", "triton_mla", "fa3_mla", "flashmla"])
+def test_a_backend_for_another_card_is_refused(make: Callable[..., EnginePlan], name: str) -> None:
+    """The fix names what this model can be computed with there, and holds."""
     found = refusals(make, {"attention": {"use": name}}, A100)["attention.use"]
     assert "SM90" in found.reason and "SM80" in found.reason and "A100" in found.reason
-    assert found.fix.startswith("attention.use = ")
+    assert found.fix == 'attention.use = "torch_mla"'
+    assert make({"attention": {"use": "torch_mla"}}, A100).choice("attention")
 
 
-def test_another_card_gets_what_runs_there_and_why(make: Callable[..., EnginePlan]) -> None:
+def test_what_is_suggested_is_installed(make: Callable[..., EnginePlan]) -> None:
+    """And nobody is told to install what would be refused for its card all the same."""
+    blackwell, asked = card("NVIDIA B200", 100, 180), {"attention": {"use": "flashmla"}}
+    assert refusals(make, asked, blackwell)["attention.use"].fix == 'attention.use = "triton_mla" or "torch_mla"'
+    without = refusals(make, asked, blackwell, packages=dict.fromkeys(LIBRARIES, ""))["attention.use"]
+    assert without.fix == 'attention.use = "torch_mla"'
+
+
+@pytest.mark.parametrize("hardware", [A100, L40S, T4])
+def test_another_card_gets_what_runs_there_and_why(make: Callable[..., EnginePlan], hardware: HardwareFacts) -> None:
     assert decision(make(), "attention.use").value == "hopper_mla"
-    chosen = decision(make(hardware=A100), "attention.use")
-    assert chosen.value in {"flashinfer_mla", "triton_mla"} and chosen.by == "auto" and chosen.why
+    plan = make(hardware=hardware)
+    chosen, graphs, ops = (decision(plan, f"{section}.use") for section in ("attention", "graphs", "ops"))
+    compute = f"SM{hardware.devices[0].compute}"
+    assert chosen.value == "torch_mla" and chosen.by == "auto" and compute in chosen.why
+    assert "triton_mla supports SM90, 100, 103" in chosen.why
+    assert graphs.value == "eager" and "torch_mla" in graphs.why
+    assert ops.value == ("torch" if hardware is T4 else "triton") and (compute in ops.why) == (hardware is T4)
 
 
-def test_fp8_products_need_a_card_that_has_them(make: Callable[..., EnginePlan]) -> None:
-    found = refusals(make, {"quantization": {"use": "block_fp8"}}, A100)["quantization.use"]
-    assert "SM80" in found.reason and found.fix.startswith('quantization.activations = "none"')
-    assert make({"quantization": {"use": "block_fp8", "activations": "none"}}, A100).choice("quantization")
+def test_each_smaller_kernel_says_from_which_card_on(make: Callable[..., EnginePlan]) -> None:
+    found = refusals(make, {"ops": {"use": "triton"}, "sampling": {"use": "triton"}}, T4)
+    for field in ("ops.use", "sampling.use"):
+        assert "triton supports SM80 and later; 1 x Tesla T4 has SM75" in found[field].reason
+        assert found[field].fix.startswith(f'{field} = "torch"')
+
+
+@pytest.mark.parametrize("name", ["block_fp8", "w8a8_int8"])
+@pytest.mark.parametrize("hardware", [A100, L40S])
+def test_quantized_products_need_a_card_that_they_are_made_for(make: Callable[..., EnginePlan], name: str,
+                                                               hardware: HardwareFacts) -> None:
+    found = refusals(make, {"quantization": {"use": name}}, hardware)["quantization.use"]
+    assert f"SM{hardware.devices[0].compute}" in found.reason and "SM90, 100, 103" in found.reason
+    assert found.fix.startswith(f'quantization.use = "{name}" with quantization.activations = "none"')
+    dequantized = {"quantization": {"use": name, "activations": "none"}}
+    assert make(dequantized, hardware).choice("quantization").name == name
+
+
+def test_int4_needs_the_same(make: Callable[..., EnginePlan], tmp_path: Path) -> None:
+    stated = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+    config = {**msgspec.json.decode(LITE.read_bytes()), "quantization_config": stated}
+    model = {"model": str(write_model(tmp_path / "awq", config))}
+    for hardware, packages, word in ((A100, LIBRARIES, "SM80"), (H200, {**LIBRARIES, "triton": ""}, "not installed")):
+        found = refusals(make, model, hardware, packages)["quantization.use"]
+        assert word in found.reason and "quantization.dequantize = true" in found.fix
+        kept = {**model, "quantization": {"use": "awq", "dequantize": True}}
+        assert make(kept, hardware, packages).choice("quantization").name == "awq"
+
+
+@pytest.mark.parametrize(("name", "without"), [("block_fp8", {"activations": "none"}),
+                                               ("w8a8_int8", {"activations": "none"})])
+@pytest.mark.parametrize("version", ["", "2.3.1"])
+def test_quantized_products_need_triton(make: Callable[..., EnginePlan], name: str, without: dict[str, Any],
+                                        version: str) -> None:
+    packages = {**dict.fromkeys(LIBRARIES, ""), "triton": version}
+    found = refusals(make, {"quantization": {"use": name}}, packages=packages)["quantization.use"]
+    assert f"triton>=3.5 ({version or 'not installed'})" in found.reason and 'pip install "triton>=3.5"' in found.fix
+    assert make({"quantization": {"use": name, **without}}, packages=packages).choice("quantization").name == name
 
 
 @pytest.mark.parametrize(("config", "package"), [
@@ -159,7 +210,6 @@ class TestTunedTables:
         pytest.importorskip("triton")
         from glowplug.kernels.triton import tuned
 
-        assert tuned_tables.FOLDER == tuned.FOLDER
         names = [path.name for path in tuned.FOLDER.glob("*triton=*.json")]
         assert names and tuned_tables.made_for(names) == {("NVIDIA H200", "3.6")}
         assert tuned_tables.made_for([tuned.file_name("N=1,K=2", "bfloat16")]) == {

@@ -1,0 +1,30 @@
+"""What products by this project's Triton kernels need of a machine, for the schemes that keep quantized weights."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from glowplug.core.component import CheckContext, Package
+from glowplug.core.errors import Refusal
+from glowplug.core.requirements import unmet
+from glowplug.kernels.cards import TILES
+
+TRITON = Package("triton", ">=3.5")
+
+
+def check_triton(context: CheckContext, name: str, otherwise: str) -> Iterator[Refusal]:
+    """On CUDA: a card that the kernels are made for, and Triton. ``otherwise``: the option that does without them, by
+    keeping weights in the compute dtype."""
+    without = f'quantization.use = "{name}" with quantization.{otherwise}, which keeps weights in the compute dtype'
+    machine = context.facts.hardware
+    cards = sorted({card.compute for card in machine.devices} - TILES)
+    if context.values["device"] != "cuda":
+        return
+    if cards:
+        yield Refusal(name, "quantization.use", f"{name} multiplies by kernels made for SM"
+                      f"{', '.join(map(str, sorted(TILES)))}; {machine.name} has SM{', '.join(map(str, cards))}",
+                      without)
+    found = unmet(TRITON, context.facts.software.packages)
+    if found:
+        needed = TRITON.name + TRITON.spec
+        yield Refusal(name, "quantization.use", f"{name} multiplies by kernels in Triton, and needs {needed} ({found})",
+                      f'pip install "{needed}", or {without}')
