@@ -234,6 +234,8 @@ class RankMemory:
     def graphs(self) -> str:
         """For the log: what graphs really took."""
         took = self.meter.again.get("graphs", self.meter.lines.get("graphs", 0))
+        if not took:
+            return "no memory for graphs"
         return f"graphs take {human(took)}, {human(self._of_graphs)} of it the driver's"
 
     def summary(self) -> str:

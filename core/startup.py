@@ -47,5 +47,6 @@ class Phases:
 
 
 def rate(size: int, seconds: float) -> str:
-    """ "31.4 GB, 15.2 GB/s": decimal, as memory and disks are sold."""
-    return f"{size / 1e9:.1f} GB, {size / 1e9 / max(seconds, 1e-9):.1f} GB/s"
+    """ "31.4 GB, 15.2 GB/s" or "34.5 MB, 0.2 GB/s": decimal, as memory and disks are sold."""
+    amount = f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+    return f"{amount}, {size / 1e9 / max(seconds, 1e-9):.3g} GB/s"

@@ -16,6 +16,7 @@ from glowplug.core.memory.measure import HostGauge, MemoryMeter
 from glowplug.core.messages import Control
 from glowplug.core.plan import BudgetLine, EnginePlan
 from glowplug.core.plugins import PluginSet, load_plugins
+from glowplug.core.startup import rate
 from glowplug.core.testing.plans import bare_plan
 from glowplug.core.testing.ranks import rank_plan
 from glowplug.core.worker import build_rank
@@ -160,3 +161,9 @@ def test_a_meter_adds_up_and_moves() -> None:
     meter.mark("kv cache")
     meter.mark("weights")
     assert meter.lines == {"weights": 700, "rotary tables": 100, "kv cache": 0}
+
+
+@pytest.mark.parametrize(("size", "seconds", "said"), [
+    (31_400_000_000, 2.0, "31.4 GB, 15.7 GB/s"), (34_500_000, 0.3, "34.5 MB, 0.115 GB/s"), (0, 0.0, "0.0 MB, 0 GB/s")])
+def test_small_models_have_a_rate_too(size: int, seconds: float, said: str) -> None:
+    assert rate(size, seconds) == said
