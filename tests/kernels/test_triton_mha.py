@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from glowplug.kernels import mha
+from tests.kernels.shuffled_pages import shuffled_pages, slots_in_all
 
 pytest.importorskip("triton")
 from glowplug.kernels.triton import mha_decode as kernel
@@ -26,16 +27,11 @@ class Case:
                  page: int = 16, dtype: torch.dtype = torch.float32, first_key: int = 0, seed: int = 0,
                  queries: list[int] | None = None) -> None:
         rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
-        need = [-(-n // page) for n in lengths]
-        order = rng.permutation(np.arange(1, 1 + sum(need)))
-        table = np.zeros((len(lengths), max(need)), np.int32)
-        cache = torch.full((2, (1 + sum(need)) * page, kv_heads, dim), float("nan"))
+        table, slots = shuffled_pages(lengths, page, rng, first_key)
+        cache = torch.full((2, slots_in_all(lengths, page), kv_heads, dim), float("nan"))
         cache[:, :page] = 0
-        for row, (count, length) in enumerate(zip(need, lengths, strict=True)):
-            table[row, :count], order = order[:count], order[count:]
-            at = np.arange(first_key, length)
-            slots = torch.from_numpy(table[row][at // page] * page + at % page).long()
-            cache[:, slots] = torch.randn(2, len(at), kv_heads, dim, generator=generator)
+        for own in slots:
+            cache[:, own] = torch.randn(2, len(own), kv_heads, dim, generator=generator)
         self.counts = queries or [width] * len(lengths)
         wide = torch.randn(sum(self.counts), heads + 3, dim, generator=generator).to(DEVICE, dtype)
         self.query = wide[:, :heads]  # strided, as a fused projection leaves it

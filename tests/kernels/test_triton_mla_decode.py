@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from glowplug.kernels import mla
+from tests.kernels.shuffled_pages import shuffled_pages, slots_in_all
 
 pytest.importorskip("triton")
 from glowplug.kernels.triton import mla_decode as kernel, mla_prologue, mla_values
@@ -24,16 +25,11 @@ class Case:
                  page: int = 16, dtype: torch.dtype = torch.float32, first_key: int = 0, seed: int = 0,
                  spare: int = 0) -> None:
         rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
-        need = [-(-n // page) for n in lengths]
-        order = rng.permutation(np.arange(1, 1 + sum(need)))
-        table = np.zeros((len(lengths), max(need) + spare), np.int32)
-        kv = torch.full(((1 + sum(need)) * page, lora + rope), float("nan"))
+        table, slots = shuffled_pages(lengths, page, rng, first_key, spare)
+        kv = torch.full((slots_in_all(lengths, page), lora + rope), float("nan"))
         kv[:page] = 0
-        for row, (count, length) in enumerate(zip(need, lengths, strict=True)):
-            table[row, :count], order = order[:count], order[count:]
-            at = np.arange(first_key, length)
-            slots = torch.from_numpy(table[row][at // page] * page + at % page).long()
-            kv[slots] = torch.randn(len(at), lora + rope, generator=generator)
+        for own in slots:
+            kv[own] = torch.randn(len(own), lora + rope, generator=generator)
         self.query = torch.randn(len(lengths) * width, heads, lora + rope, generator=generator).to(DEVICE, dtype)
         self.kv, self.table = kv.to(DEVICE, dtype), torch.from_numpy(table).to(DEVICE)
         self.lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)

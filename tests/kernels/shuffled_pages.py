@@ -1,0 +1,26 @@
+"""Rows of a paged cache whose pages lie in any order."""
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+def shuffled_pages(lengths: list[int], page: int, rng: np.random.Generator, first_key: int = 0,
+                   spare: int = 0) -> tuple[NDArray[np.int32], list[Tensor]]:
+    """(page table [R, pages of the longest row + spare], each row's slots from ``first_key`` on). Page 0 is nobody's,
+    and places behind a row's pages hold 0."""
+    need = [-(-length // page) for length in lengths]
+    order = rng.permutation(np.arange(1, 1 + sum(need)))
+    table, slots = np.zeros((len(lengths), max(need) + spare), np.int32), []
+    for row, (count, length) in enumerate(zip(need, lengths, strict=True)):
+        table[row, :count], order = order[:count], order[count:]
+        at = np.arange(first_key, length)
+        slots.append(torch.from_numpy(table[row][at // page] * page + at % page).long())
+    return table, slots
+
+
+def slots_in_all(lengths: list[int], page: int) -> int:
+    """Slots of the cache that ``shuffled_pages`` fills: all rows' pages and page 0."""
+    return (1 + sum(-(-length // page) for length in lengths)) * page
