@@ -36,7 +36,9 @@ class LayerBytes:
 
     def __init__(self, draft: Draft) -> None:
         self.model, self.mesh, values = draft.facts.model, draft.values["mesh"], draft.values
-        self.element: int = DTYPE_BYTES[values["dtype"]]
+        self.dtype: str = values["dtype"]
+        self.element: int = DTYPE_BYTES[self.dtype]
+        self._card = next((card.name for card in draft.facts.hardware.devices), "")
         self.alone = values["ranks"] == 1
         self._packages = draft.facts.software.packages
         attention, scheme, ops = draft.first("attention"), draft.first("quantization"), draft.first("ops")
@@ -128,7 +130,8 @@ class LayerBytes:
         riding = shared if self.alone and "route" in self._ops.ops and self._scheme.rides else 0
         chosen = stated(model, "num_experts_per_tok") + riding
         step = ExpertsStep(tokens, chosen, count + riding, riding, model.hidden_size, inter, self.element,
-                           self._ops.adds_parts and self.alone and riding == shared, self._options, self._packages)
+                           self._ops.adds_parts and self.alone and riding == shared, self._options, self._packages,
+                           self.dtype, self._card)
         work = (self._scheme.experts_work or gated_rows)(step)
         routed = step.pairs * 2 * SHOWN
         if riding == shared:

@@ -60,6 +60,8 @@ class ExpertsStep:
         parts: rows may stay as they are, for the next norm to add up.
         options: of the scheme.
         packages: installed distributions.
+        dtype: of activations, as torch names it.
+        card: its name, as the driver has it; "": none.
     """
 
     tokens: int
@@ -72,6 +74,8 @@ class ExpertsStep:
     parts: bool
     options: Any
     packages: Mapping[str, str]
+    dtype: str = ""
+    card: str = ""
 
     @property
     def pairs(self) -> int:

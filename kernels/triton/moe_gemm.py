@@ -19,8 +19,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from glowplug.kernels.triton import dependent
 from glowplug.kernels.triton.moe_align import Alignment
+from glowplug.kernels.triton.moe_tiles import WIDE
 
-WIDE = 128  #: tokens that share a tile of everybody's experts
 POLLS_AT_MOST: tl.constexpr = tl.constexpr(4096)  # looks for the gate's sign; it comes within some ten
 SPARSE = 32  #: rows of a tile up to which most are padding, which is not read: its way from L2 takes time from weights'
 Config = Mapping[str, Any]  #: of one product: block_m, block_n, block_k, group, warps, stages, swap, tma, way

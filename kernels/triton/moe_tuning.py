@@ -1,4 +1,4 @@
-"""Measures tiles for routed experts and writes the table that ``moe_experts`` reads.
+"""Measures tiles for routed experts and writes the table that ``moe_tiles`` reads.
 
 Products are timed apart, inside a graph, over several routings in turn, so that weights come from memory as they do
 in a model. Kernels are compiled ahead in processes of their own, because that takes longer than measuring them.
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from glowplug.kernels.triton import moe_gemm, moe_gemm_hopper, moe_gemv, moe_shared, tuned
 from glowplug.kernels.triton.moe_align import Alignment, align
-from glowplug.kernels.triton.moe_experts import Problem, has_wide_tiles, tile
 from glowplug.kernels.triton.moe_sum import moe_sum
+from glowplug.kernels.triton.moe_tiles import WIDE, Problem, has_wide_tiles, tile
 from glowplug.kernels.triton.tuned import Config
 
 TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
@@ -203,7 +203,7 @@ def _compile(problem: Problem, shared: int, wanted: Sequence[tuple[str, Config, 
 
 def _alike(config: Config, tokens: int, shared: int) -> int:
     """A small number of tokens for which the kernel is the same as for ``tokens``."""
-    return min(moe_gemm.WIDE, triton.next_power_of_2(tokens)) if shared and has_wide_tiles(config, tokens) else 16
+    return min(WIDE, triton.next_power_of_2(tokens)) if shared and has_wide_tiles(config, tokens) else 16
 
 
 def compile_ahead(problem: Problem, shared: int, tokens: Sequence[int], workers: int) -> set[str]:

@@ -1,7 +1,7 @@
 """Tuned launch configurations: JSON tables beside the kernels, one a problem, card and Triton version.
 
 A table maps a number of rows, as a string, to a configuration. A problem without one for this card uses the kernel's
-own rule: configurations measured elsewhere are not trusted.
+own rule: configurations measured elsewhere are not trusted. Tables are read without torch or Triton.
 """
 from __future__ import annotations
 
@@ -11,26 +11,38 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-import triton
-
 FOLDER = Path(__file__).resolve().parent.parent / "configs"
 Config = Mapping[str, Any]
 
 
 def device_name() -> str:
     """The current card as file names spell it; "cpu" without one."""
-    return torch.cuda.get_device_name().replace(" ", "_") if torch.cuda.is_available() else "cpu"
+    import torch
+
+    return _spelt(torch.cuda.get_device_name()) if torch.cuda.is_available() else "cpu"
 
 
 def triton_version() -> str:
-    return ".".join(triton.__version__.split(".")[:2])
+    import triton
+
+    return _minor(triton.__version__)
 
 
-def file_name(problem: str, dtype: str, block_shape: tuple[int, int] | None = None) -> str:
-    """``problem``: its sizes, "N=2112,K=7168" or "E=257,N=2048,H=7168"."""
+def _spelt(card: str) -> str:
+    return card.replace(" ", "_")
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def file_name(problem: str, dtype: str, block_shape: tuple[int, int] | None = None,
+              machine: tuple[str, str] | None = None) -> str:
+    """``problem``: its sizes, "N=2112,K=7168" or "E=257,N=2048,H=7168". ``machine``: name of a card and version of
+    Triton; None: this one's."""
+    card, version = (_spelt(machine[0]), _minor(machine[1])) if machine else (device_name(), triton_version())
     blocks = f",block_shape={list(block_shape)}" if block_shape else ""
-    return f"{problem},device_name={device_name()},dtype={dtype}{blocks},triton={triton_version()}.json"
+    return f"{problem},device_name={card},dtype={dtype}{blocks},triton={version}.json"
 
 
 @cache

@@ -4,32 +4,55 @@ The byte budget's view of ``dense_cuda``, ``block_fp8_cuda`` and ``w8a8_int8_cud
 """
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import pairwise
+
 from glowplug.core.memory.work import SHOWN, ExpertsStep, Work, tiled_rows
+from glowplug.kernels.triton import moe_tiles, tuned
+from glowplug.kernels.triton.tuned import Config
 
 GROUP = 128  #: numbers with one scale
 CAST = 1 + SHOWN / GROUP  #: bytes of a number as FP8 products read it, its scale's share among them
-TILE = 128  #: rows that one expert's are filled up to where tensor cores are what takes time
+TILE = 128  #: rows that one expert's are filled up to for DeepGEMM
 #: rows an expert gets on average from which sorting them for DeepGEMM pays (H200: 3.34 against 3.41 ms at 36)
 LEAST_LOAD = 35
-#: rows an expert gets on average above which dense experts have tiles of so many (the tables of ``moe_experts``)
-TILE_LOADS = {TILE: 59, TILE // 2: 29}
-LARGE_LOAD = 128  #: from which the shared expert is computed apart, as the tables of ``moe_experts`` have it
 DEEP_GEMM = ("sgl-deep-gemm", "deep-gemm")  #: packages that bring it
 
 
 def dense_experts(step: ExpertsStep) -> Work:
-    """Gated rows in order of experts, with the places that tiles leave empty; the shared expert's behind them, or
-    before all of that its gates, ups and their product, for which one row of results is left."""
+    """What a step of as many tokens holds at most, or of fewer, which a table may serve in a way that holds more."""
+    problem = moe_tiles.Problem(step.count, step.chosen, step.hidden, step.inter, step.dtype)
+    machine = (step.card or "cpu", step.packages.get("triton", ""))
+    measured = tuned.table(problem.table_on(machine)) or {}
+    works = [_dense(replace(step, tokens=tokens), moe_tiles.pick(problem, tokens, measured)["up"])
+             for tokens in _turns(measured, step.tokens)]
+    return Work(max(work.most for work in works), max(work.left for work in works))
+
+
+def _turns(measured: Iterable[int], tokens: int) -> set[int]:
+    """``tokens``, and the largest numbers below that the table's rows serve."""
+    return {tokens, *(last for row, after in pairwise(measured) if (last := (row + after - 1) // 2) < tokens)}
+
+
+def _dense(step: ExpertsStep, up: Config) -> Work:
+    """Of ``moe_experts`` with this configuration of the first product: gated rows, in order of experts with the places
+    that tiles leave empty, or of each token; where everybody's experts have tiles of their own, theirs behind. Where
+    these are dense products, their gates, ups and product come before all that, and one row of results is left.
+    """
     routed, experts = step.tokens * (step.chosen - step.shared), step.count - step.shared
-    if step.shared and routed >= LARGE_LOAD * experts:
+    if up["way"] == "hopper" and up["apart"] and step.shared:
         outer, out = (step.tokens * rows * step.hidden * step.element for rows in (step.chosen - step.shared + 1, 1))
         apart = 3 * step.tokens * step.shared * step.inter * step.element
-        rows = tiled_rows(routed, experts, TILE)
+        rows = tiled_rows(routed, experts, up["block_m"])
         most = outer + max(apart, rows * (step.inter * step.element + SHOWN))
         return Work(most, outer) if step.parts else Work(max(most, outer + out), out)
-    tile = next((tile for tile in (TILE, TILE // 2) if routed > TILE_LOADS[tile] * experts), TILE // 4)
-    rows = tiled_rows(routed, experts, tile)
-    return step.summed(0, (rows + step.tokens * step.shared) * step.inter * step.element + rows * SHOWN)
+    places, beside = step.pairs, step.tokens * step.shared
+    if up["way"] in ("hopper", "sorted"):
+        wide = moe_tiles.has_wide_tiles(up, step.tokens)
+        places = tiled_rows(*((routed, experts) if wide else (step.pairs, step.count)), up["block_m"])
+        beside = beside if wide else 0
+    return step.summed(0, (places + beside) * step.inter * step.element + places * SHOWN)
 
 
 def fp8_experts(step: ExpertsStep) -> Work:

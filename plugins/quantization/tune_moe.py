@@ -1,4 +1,4 @@
-"""``glowplug tune moe``: the tables that ``moe_experts`` reads, for the experts of a plan's model."""
+"""``glowplug tune moe``: the tables that ``moe_tiles`` reads, for the experts of a plan's model."""
 from __future__ import annotations
 
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 from glowplug.core.plan import EnginePlan
 from glowplug.core.tuning import LayerShapes, Log, TuneTable
 from glowplug.kernels.triton import moe_tuning, tuned
-from glowplug.kernels.triton.moe_experts import Problem
+from glowplug.kernels.triton.moe_tiles import Problem
 
 
 class MoeTuner:

@@ -3,13 +3,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from pathlib import Path
 
 from glowplug.core.component import CheckContext
 from glowplug.core.hookspecs import hookimpl
 from glowplug.core.plan import Decision
+from glowplug.kernels.triton import tuned
 
-FOLDER = Path(__file__).resolve().parents[2] / "kernels" / "configs"  #: as ``kernels/triton/tuned.py`` has it
 MADE_FOR = re.compile(r"device_name=(?P<card>[^,]+),.*triton=(?P<triton>[\d.]+)\.json")
 FIELD = "kernels.tables"
 
@@ -21,7 +20,8 @@ def plan_remarks(context: CheckContext) -> list[Decision]:
     cards = {device.name for device in context.facts.hardware.devices}
     if context.values["device"] != "cuda" or not version or not cards:
         return []
-    return [remark(cards, ".".join(version.split(".")[:2]), made_for(path.name for path in FOLDER.glob("*.json")))]
+    tables = made_for(path.name for path in tuned.FOLDER.glob("*.json"))
+    return [remark(cards, ".".join(version.split(".")[:2]), tables)]
 
 
 def made_for(names: Iterable[str]) -> set[tuple[str, str]]:

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from glowplug.kernels.triton import moe_experts, moe_tuning, tuned
-from glowplug.kernels.triton.moe_experts import Problem, rule, tile
+from glowplug.kernels.triton.moe_tiles import Problem, rule, tile
 
 PROBLEM = Problem(66, 8, 2048, 1408, "bfloat16")
 

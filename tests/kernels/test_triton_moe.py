@@ -9,9 +9,9 @@ pytest.importorskip("triton")
 
 from glowplug.kernels import moe
 from glowplug.kernels.activation import silu_and_mul
-from glowplug.kernels.triton import moe_experts, moe_gemm, moe_gemv, tuned
+from glowplug.kernels.triton import moe_experts, moe_gemm, moe_gemv, moe_tiles, tuned
 from glowplug.kernels.triton.moe_align import align
-from glowplug.kernels.triton.moe_experts import tile
+from glowplug.kernels.triton.moe_tiles import tile
 
 GPU = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float32)
@@ -79,18 +79,18 @@ def test_all_absent_and_none() -> None:
 
 
 def test_rules_cover_every_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = moe_experts.Problem(66, 8, 2048, 1408, "bfloat16")
-    ways = [moe_experts.rule(problem, tokens)["up"]["way"] for tokens in (1, 2, 16, 17, 512, 1024, 100_000)]
+    problem = moe_tiles.Problem(66, 8, 2048, 1408, "bfloat16")
+    ways = [moe_tiles.rule(problem, tokens)["up"]["way"] for tokens in (1, 2, 16, 17, 512, 1024, 100_000)]
     assert ways == ["gemv", "dense", "dense", "sorted", "sorted", "sorted", "sorted"]
-    measured = {4: {"up": GEMV, "down": GEMV}, 100: moe_experts.rule(problem, 64)}
+    measured = {4: {"up": GEMV, "down": GEMV}, 100: moe_tiles.rule(problem, 64)}
     monkeypatch.setattr(tuned, "table", lambda name: measured if name == problem.table_name else None)
-    moe_experts.chosen.cache_clear()
-    assert moe_experts.chosen(problem, 50) is measured[4] and moe_experts.chosen(problem, 53) is measured[100]
-    measured = {16: moe_experts.rule(problem, 16), 64: moe_experts.rule(problem, 64)}
-    moe_experts.chosen.cache_clear()
-    assert moe_experts.chosen(problem, 16) is measured[16], "a tile of all tokens"
-    assert moe_experts.chosen(problem, 17) is measured[64]
-    moe_experts.chosen.cache_clear()
+    moe_tiles.chosen.cache_clear()
+    assert moe_tiles.chosen(problem, 50) is measured[4] and moe_tiles.chosen(problem, 53) is measured[100]
+    measured = {16: moe_tiles.rule(problem, 16), 64: moe_tiles.rule(problem, 64)}
+    moe_tiles.chosen.cache_clear()
+    assert moe_tiles.chosen(problem, 16) is measured[16], "a tile of all tokens"
+    assert moe_tiles.chosen(problem, 17) is measured[64]
+    moe_tiles.chosen.cache_clear()
 
 
 @pytest.mark.gpu

@@ -11,16 +11,17 @@ from tests import uninterpreted
 pytest.importorskip("triton")
 
 from glowplug.core.memory.work import ExpertsStep
-from glowplug.kernels.triton import moe_experts, moe_tuning, tuned
+from glowplug.kernels.triton import moe_tiles, moe_tuning, tuned
 from glowplug.kernels.triton.moe_align import max_blocks
-from glowplug.kernels.triton.moe_experts import Problem
+from glowplug.kernels.triton.moe_tiles import Problem
 from glowplug.plugins.quantization.experts_bytes import dense_experts
 
 PROBLEM = Problem(66, 8, 2048, 1408, "bfloat16")
 SCRIPT = """
 from tests.compiled import build
 from glowplug.kernels.triton import moe_gemm, tuned
-from glowplug.kernels.triton.moe_experts import MOST_EARLY, Problem, chosen
+from glowplug.kernels.triton.moe_experts import MOST_EARLY
+from glowplug.kernels.triton.moe_tiles import Problem, chosen
 
 tuned.device_name, tuned.triton_version = (lambda: "NVIDIA_H200"), (lambda: "3.6")
 problem = Problem(66, 8, 2048, 1408, "bfloat16")
@@ -54,9 +55,9 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tables of that card, with the version of Triton that they were measured with."""
     monkeypatch.setattr(tuned, "device_name", lambda: "NVIDIA_H200")
     monkeypatch.setattr(tuned, "triton_version", lambda: "3.6")
-    moe_experts.chosen.cache_clear()
+    moe_tiles.chosen.cache_clear()
     yield
-    moe_experts.chosen.cache_clear()
+    moe_tiles.chosen.cache_clear()
 
 
 def test_rows_of_the_table_and_whom_they_serve(an_h200: None) -> None:
@@ -64,23 +65,47 @@ def test_rows_of_the_table_and_whom_they_serve(an_h200: None) -> None:
     assert table is not None
     for row, (first, last) in {160: (144, 175), 192: (176, 223), 256: (224, 319), 384: (320, 447)}.items():
         for tokens in (first, row, last):
-            config = moe_experts.chosen(PROBLEM, tokens)
+            config = moe_tiles.chosen(PROBLEM, tokens)
             assert config is table[row]
             assert {product["way"] for product in config.values()} == {"sorted"}, "tiles of any number of tokens"
-            assert moe_experts.has_wide_tiles(config["up"], tokens), "so everybody's experts may begin early"
-    assert moe_experts.chosen(PROBLEM, 143) is table[128] and moe_experts.chosen(PROBLEM, 448) is table[512]
+            assert moe_tiles.has_wide_tiles(config["up"], tokens), "so everybody's experts may begin early"
+    assert moe_tiles.chosen(PROBLEM, 143) is table[128] and moe_tiles.chosen(PROBLEM, 448) is table[512]
     for config in table.values():
         tiles = {product: tile for product, tile in config.items() if tile["way"] == "sorted"}
         assert len(tiles) in (0, 2) and len({tile["block_m"] for tile in tiles.values()}) <= 1, "one alignment for both"
         assert all(moe_tuning._fits(product, tile) for product, tile in tiles.items())
 
 
-@pytest.mark.parametrize("tokens", [32, 128, 160, 192, 256, 319, 320, 384, 447, 512, 639, 640, 767])
+def step(tokens: int, card: str = "NVIDIA H200", triton: str = "3.6.0") -> ExpertsStep:
+    return ExpertsStep(tokens, 8, 66, 2, 2048, 1408, 2, True, None, {"triton": triton}, "bfloat16", card)
+
+
+def held(tokens: int) -> int:
+    """Bytes of rows between the products, with those that only fill tiles up, beside the rows behind the second: one
+    of the shared expert where that is computed apart."""
+    up = moe_tiles.chosen(PROBLEM, tokens)["up"]
+    apart, wide = up["way"] == "hopper", moe_tiles.has_wide_tiles(up, tokens)
+    pairs, experts = (tokens * 6, 64) if apart or wide else (tokens * 8, 66)
+    places = max_blocks(pairs, experts, up["block_m"]) * up["block_m"]
+    between, behind = places + (2 * tokens if wide else 0), 7 if apart else 8
+    return int(between * PROBLEM.inter * 2 + places * 4 + tokens * behind * PROBLEM.hidden * 2)
+
+
+@pytest.mark.parametrize("tokens", [32, 128, 160, 256, 319, 320, 447, 512, 639, 640, 767, 895, 896, 1279, 1536, 2303,
+                                    3072, 8192])
 def test_the_budget_holds_their_places(tokens: int, an_h200: None) -> None:
-    """Rows between the products, with those that only fill tiles up, beside the rows behind the second: one of the
-    shared expert where that is computed apart."""
-    up = moe_experts.chosen(PROBLEM, tokens)["up"]
-    places, apart = max_blocks(tokens * 6, 64, up["block_m"]) * up["block_m"], up["way"] == "hopper"
-    between, behind = (places, 7) if apart else (places + 2 * tokens, 8)
-    held = between * PROBLEM.inter * 2 + places * 4 + tokens * behind * PROBLEM.hidden * 2
-    assert dense_experts(ExpertsStep(tokens, 8, 66, 2, 2048, 1408, 2, True, None, {})).most >= held
+    assert dense_experts(step(tokens)).most == held(tokens)
+
+
+@pytest.mark.parametrize("tokens", [1280, 1300, 1792])
+def test_the_budget_holds_what_fewer_tokens_hold(tokens: int, an_h200: None) -> None:
+    """Rows of the table that come before a leaner one: the largest numbers that they serve."""
+    most = max((held(fewer), fewer) for fewer in range(129, tokens + 1))
+    assert most[1] < tokens and (dense_experts(step(tokens)).most, most[1]) == most
+
+
+@pytest.mark.parametrize(("card", "triton"), [("NVIDIA H100 80GB HBM3", "3.6.0"), ("NVIDIA H200", "3.7.1"), ("", "")])
+def test_without_a_table_the_budget_has_the_rule(card: str, triton: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe_tiles, "chosen", moe_tiles.rule)
+    for tokens in (512, 1536, 8192):
+        assert dense_experts(step(tokens, card, triton)).most == held(tokens)

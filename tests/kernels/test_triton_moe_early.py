@@ -8,8 +8,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from glowplug.kernels.triton import moe_experts
-from glowplug.kernels.triton.moe_experts import tile
 from glowplug.kernels.triton.moe_gemm import Early
+from glowplug.kernels.triton.moe_tiles import tile
 from glowplug.kernels.triton.route import route
 
 GPU = torch.cuda.is_available()
