@@ -23,7 +23,7 @@ from glowplug.kernels import awq as layout
 from glowplug.kernels.triton import awq_gemm, moe_gemm_awq
 from glowplug.kernels.triton.moe_sum import moe_sum
 from glowplug.plugins.quantization.awq_runtime import Awq, Put, Source
-from glowplug.plugins.quantization.dense import DenseLinear, expert_slices, row_spans, weight_index
+from glowplug.plugins.quantization.dense import DenseLinear, expert_slices, linear_slices
 from glowplug.plugins.quantization.dense_cuda import shared_slices
 
 if TYPE_CHECKING:
@@ -89,9 +89,8 @@ class AwqLinearCuda(DenseLinear):
         self.bias = torch.empty(columns, dtype=dtype, device=device) if shape.bias else None
 
     def targets(self) -> Iterator[WeightTarget]:
-        for part, (name, span) in enumerate(zip(self.shape.parts, row_spans(self.shape), strict=True)):
-            yield from self._source.targets(name, self.shape.full[part], weight_index(self.shape, part),
-                                            self._held.into(0, span))
+        for name, full, index, span in linear_slices(self.shape):
+            yield from self._source.targets(name, full, index, self._held.into(0, span))
         yield from self.bias_targets()
 
     def apply(self, x: Tensor | Quantized) -> Tensor:

@@ -21,7 +21,7 @@ from glowplug.core.protocols import (
 )
 from glowplug.core.stored_formats import awq_group, quantization_config
 from glowplug.kernels import awq as layout
-from glowplug.plugins.quantization.dense import DenseExperts, DenseLinear, expert_slices, row_spans, weight_index
+from glowplug.plugins.quantization.dense import DenseExperts, DenseLinear, expert_slices, linear_slices
 from glowplug.plugins.quantization.left_alone import left_alone, listed
 
 if TYPE_CHECKING:
@@ -137,9 +137,8 @@ class AwqLinear(DenseLinear):
         self._source = source
 
     def targets(self) -> Iterator[WeightTarget]:
-        for part, (name, span) in enumerate(zip(self.shape.parts, row_spans(self.shape), strict=True)):
-            yield from self._source.targets(name, self.shape.full[part], weight_index(self.shape, part),
-                                            _into(self.weight.t()[span], self._source))
+        for name, full, index, span in linear_slices(self.shape):
+            yield from self._source.targets(name, full, index, _into(self.weight.t()[span], self._source))
         yield from self.bias_targets()
 
 

@@ -33,7 +33,7 @@ from glowplug.plugins.quantization.block_fp8_weights import (
     blocks,
     whole_blocks,
 )
-from glowplug.plugins.quantization.dense import PARTS13, DenseLinear, expert_slices, row_spans, weight_index
+from glowplug.plugins.quantization.dense import PARTS13, DenseLinear, expert_slices, linear_slices
 from glowplug.plugins.quantization.fp8_gemm import Providers
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Fp8LinearCuda(DenseLinear):
         self.columns, depth = sum(shape.outputs), shape.inputs
         if shape.col_start % BLOCK:
             raise ValueError(f"{shape.name}: a slice from column {shape.col_start} cuts blocks of {BLOCK}")
-        inside = [span.start for span in row_spans(shape)] + list(shape.row_starts)
+        inside = [span.start for *_, span in linear_slices(shape)] + list(shape.row_starts)
         self._by_row = any(start % BLOCK for start in inside)
         self.padded = torch.empty(whole_blocks(self.columns), depth, dtype=torch.float8_e4m3fn, device=device)
         self.padded[self.columns :].zero_()
@@ -93,10 +93,10 @@ class Fp8LinearCuda(DenseLinear):
         self.bias = torch.empty(self.columns, dtype=dtype, device=device) if shape.bias else None
 
     def targets(self) -> Iterator[WeightTarget]:
-        for part, (name, span) in enumerate(zip(self.shape.parts, row_spans(self.shape), strict=True)):
+        for name, full, index, span in linear_slices(self.shape):
             rows = span if self._by_row else slice(span.start // BLOCK, blocks(span.stop))
-            yield from StoredMatrix(name, self.shape.full[part], weight_index(self.shape, part), self.weight[span],
-                                    self.scales[rows], self._native, self._by_row).targets()
+            yield from StoredMatrix(name, full, index, self.weight[span], self.scales[rows], self._native,
+                                    self._by_row).targets()
         yield from self.bias_targets()
 
     def apply(self, x: Tensor | Quantized) -> Tensor:

@@ -25,7 +25,7 @@ from glowplug.core.protocols import (
 from glowplug.kernels import fp8
 from glowplug.kernels.activation import silu_and_mul
 from glowplug.kernels.cards import tiles_run_on
-from glowplug.plugins.quantization.dense import DenseExperts, DenseLinear, expert_slices, row_spans, weight_index
+from glowplug.plugins.quantization.dense import DenseExperts, DenseLinear, expert_slices, linear_slices
 
 if TYPE_CHECKING:
     from glowplug.plugins.quantization.block_fp8 import BlockFp8Options
@@ -157,9 +157,11 @@ def elements_of(blocks: slice, full: int) -> slice:
     return part_of(start, min(blocks.stop * fp8.BLOCK, full) - start, full)
 
 
-def _on_grid(x: Tensor | Quantized) -> Tensor:
-    """Rounded activations; a producer may have rounded them already."""
-    return x.values if isinstance(x, Quantized) else fp8.fake_quantize_tokens(x)
+def _as_read(x: Tensor | Quantized, input_format: str) -> Tensor:
+    """Activations in ``input_format``: as they are, or rounded, which a producer may have done already."""
+    if isinstance(x, Quantized):
+        return x.values
+    return x if input_format == PLAIN else fp8.fake_quantize_tokens(x)
 
 
 class Fp8Linear(DenseLinear):
@@ -169,18 +171,14 @@ class Fp8Linear(DenseLinear):
         super().__init__(shape, dtype, device)
         self.input_format = input_format
         self._native = native
-        if input_format == PLAIN:
-            self.apply = super().apply  # type: ignore[method-assign]
 
     def targets(self) -> Iterator[WeightTarget]:
-        for part, (name, span) in enumerate(zip(self.shape.parts, row_spans(self.shape), strict=True)):
-            held = BlockWeight(name, self.shape.full[part], weight_index(self.shape, part), self.weight.t()[span],
-                               self._native)
-            yield from held.targets()
+        for name, full, index, span in linear_slices(self.shape):
+            yield from BlockWeight(name, full, index, self.weight.t()[span], self._native).targets()
         yield from self.bias_targets()
 
     def apply(self, x: Tensor | Quantized) -> Tensor:
-        return super().apply(_on_grid(x))
+        return super().apply(_as_read(x, self.input_format))
 
 
 class Fp8Experts(DenseExperts):
@@ -190,8 +188,6 @@ class Fp8Experts(DenseExperts):
         super().__init__(shape, dtype, device)
         self.input_format = input_format
         self._native = native
-        if input_format == PLAIN:
-            self.apply = super().apply  # type: ignore[method-assign]
 
     def targets(self) -> Iterator[WeightTarget]:
         for name, full, index, expert, span in expert_slices(self.shape):
@@ -202,4 +198,4 @@ class Fp8Experts(DenseExperts):
         return silu_and_mul(hidden) if self.input_format == PLAIN else fp8.silu_and_mul_rounded(hidden)
 
     def apply(self, x: Tensor | Quantized, ids: Tensor, weights: Tensor) -> Tensor:
-        return super().apply(_on_grid(x), ids, weights)
+        return super().apply(_as_read(x, self.input_format), ids, weights)

@@ -14,19 +14,14 @@ from glowplug.kernels.activation import silu_and_mul
 PARTS13 = ("gate_proj", "up_proj")
 
 
-def weight_index(shape: LinearShape, part: int) -> tuple[slice, slice]:
-    """The slice of part ``part``'s checkpoint weight that this rank holds."""
-    rows, columns = shape.full[part]
-    return part_of(shape.row_starts[part], shape.outputs[part], rows), part_of(shape.col_start, shape.inputs, columns)
-
-
-def row_spans(shape: LinearShape) -> list[slice]:
-    """Rows of each part within the fused weight."""
-    spans, start = [], 0
-    for size in shape.outputs:
-        spans.append(slice(start, start + size))
-        start += size
-    return spans
+def linear_slices(shape: LinearShape) -> Iterator[tuple[str, tuple[int, int], tuple[slice, slice], slice]]:
+    """For each checkpoint matrix of a layer: module name, its shape, this rank's slice of it, and its rows within the
+    fused weight."""
+    begin = 0
+    for name, full, first, size in zip(shape.parts, shape.full, shape.row_starts, shape.outputs, strict=True):
+        index = part_of(first, size, full[0]), part_of(shape.col_start, shape.inputs, full[1])
+        yield name, full, index, slice(begin, begin + size)
+        begin += size
 
 
 class DenseLinear:
@@ -43,17 +38,15 @@ class DenseLinear:
         self.bias = torch.empty(sum(shape.outputs), dtype=dtype, device=device) if shape.bias else None
 
     def targets(self) -> Iterator[WeightTarget]:
-        for part, (name, span) in enumerate(zip(self.shape.parts, row_spans(self.shape), strict=True)):
-            yield Target(f"{name}.weight", self.shape.full[part], self.weight.t()[span],
-                         weight_index(self.shape, part))
+        for name, full, index, span in linear_slices(self.shape):
+            yield Target(f"{name}.weight", full, self.weight.t()[span], index)
         yield from self.bias_targets()
 
     def bias_targets(self) -> Iterator[WeightTarget]:
         if self.bias is None:
             return
-        for part, (name, span) in enumerate(zip(self.shape.parts, row_spans(self.shape), strict=True)):
-            rows, _ = weight_index(self.shape, part)
-            yield Target(f"{name}.bias", self.shape.full[part][:1], self.bias[span], (rows,))
+        for name, (rows, _), (held, _), span in linear_slices(self.shape):
+            yield Target(f"{name}.bias", (rows,), self.bias[span], (held,))
 
     def finalize(self) -> None:
         if self.bias is not None and self.shape.col_start > 0:

@@ -25,9 +25,10 @@ from glowplug.core.protocols import (
     Worker,
 )
 from glowplug.kernels import int8
+from glowplug.kernels.cards import unfit_for_libraries
 from glowplug.kernels.triton import int8_gemm, int8_quant, moe_gemm_int8
 from glowplug.kernels.triton.moe_sum import moe_sum
-from glowplug.plugins.quantization.dense import DenseLinear, expert_slices, row_spans, weight_index
+from glowplug.plugins.quantization.dense import DenseLinear, expert_slices, linear_slices
 from glowplug.plugins.quantization.dense_cuda import shared_slices
 from glowplug.plugins.quantization.w8a8_int8_runtime import Put, Source, W8A8Int8
 
@@ -62,7 +63,10 @@ class Multiply:
     def __init__(self, wanted: str = "auto") -> None:
         self._wanted = wanted
         self._cutlass: Any = None
-        if wanted == "triton":
+        unfit = unfit_for_libraries()
+        if unfit and wanted == "cutlass":
+            raise GlowplugError(f'quantization.gemm = "cutlass" is {unfit}; leave it out')
+        if wanted == "triton" or unfit:
             return
         try:
             self._cutlass = importlib.import_module("sgl_kernel").int8_scaled_mm
@@ -106,9 +110,8 @@ class Int8LinearCuda(DenseLinear):
         self.bias = torch.empty(columns, dtype=dtype, device=device) if shape.bias else None
 
     def targets(self) -> Iterator[WeightTarget]:
-        for part, (name, span) in enumerate(zip(self.shape.parts, row_spans(self.shape), strict=True)):
-            yield from self._source.targets(name, self.shape.full[part], weight_index(self.shape, part),
-                                            into(self.weight[span], self.scales[span]))
+        for name, full, index, span in linear_slices(self.shape):
+            yield from self._source.targets(name, full, index, into(self.weight[span], self.scales[span]))
         yield from self.bias_targets()
 
     def apply(self, x: Tensor | Quantized) -> Tensor:

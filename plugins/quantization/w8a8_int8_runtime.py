@@ -27,7 +27,7 @@ from glowplug.core.protocols import (
 from glowplug.core.stored_formats import INT8_METHODS, quantization_config
 from glowplug.kernels import int8
 from glowplug.kernels.activation import silu_and_mul
-from glowplug.plugins.quantization.dense import DenseExperts, DenseLinear, expert_slices, row_spans, weight_index
+from glowplug.plugins.quantization.dense import DenseExperts, DenseLinear, expert_slices, linear_slices
 from glowplug.plugins.quantization.left_alone import left_alone, listed
 
 if TYPE_CHECKING:
@@ -146,9 +146,8 @@ class Int8Linear(DenseLinear):
         self._source, self._rounds = source, rounds
 
     def targets(self) -> Iterator[WeightTarget]:
-        for part, (name, span) in enumerate(zip(self.shape.parts, row_spans(self.shape), strict=True)):
-            yield from self._source.targets(name, self.shape.full[part], weight_index(self.shape, part),
-                                            _into(self.weight.t()[span]))
+        for name, full, index, span in linear_slices(self.shape):
+            yield from self._source.targets(name, full, index, _into(self.weight.t()[span]))
         yield from self.bias_targets()
 
     def apply(self, x: Tensor | Quantized) -> Tensor:
