@@ -110,12 +110,21 @@ def check_weight_format(draft: Draft) -> Iterator[Refusal]:
     if "synthetic" in formats:
         if draft.source("weights.use") is None:
             yield refuse(draft, "weights", chosen, f"{chosen.name} makes its weights up, which only happens on request",
-                         f'weights.use = "{chosen.name}" for made-up weights')
+                         _with_weights(draft, f'weights.use = "{chosen.name}"'))
     elif found not in formats:
+        fix = instead(draft, "weights", lambda o: found in o.formats or "synthetic" in o.formats,
+                      "a folder with weights, or a plugin that reads them")
+        if found == "none" and "use =" in fix:
+            fix = _with_weights(draft, fix)
         held = "no weights" if found == "none" else f"{found} weights"
         yield refuse(draft, "weights", chosen, f"{chosen.name} reads {listed(formats)}; {draft.facts.model.path} holds "
-                     f"{held}", instead(draft, "weights", lambda o: found in o.formats or "synthetic" in o.formats,
-                                        "a folder with weights, or a plugin that reads them"))
+                     f"{held}", fix)
+
+
+def _with_weights(draft: Draft, made_up: str) -> str:
+    offered = (found.component.offers for found in draft.plugins.components("weights"))
+    formats = {name for offers in offered if isinstance(offers, WeightOffers) for name in offers.formats} - {"synthetic"}
+    return f"a folder with weights ({listed(formats)}), or {made_up} for made-up ones"
 
 
 @reads("quantization")
@@ -269,6 +278,8 @@ def check_capture(draft: Draft) -> Iterator[Refusal]:
     runner = draft.first("graphs")
     if runner is None or not isinstance(runner.offers, GraphOffers):
         return
+    if draft.values["device"] not in runner.offers.devices:
+        return  # which is refused for that
     captured = runner.offers.captures & needed_modes(draft)
     for slot, chosen in draft.step_path() if captured else ():
         if slot.name == "graphs":

@@ -174,6 +174,7 @@ def _pick(draft: Draft, slot: Slot) -> None:
     asked = draft.config.section(slot)[0]
     given = asked.model_dump(mode="json", include=asked.model_fields_set - {"use"})
     failed: list[Refusal] = []
+    foreign: list[Refusal] = []
     reasons: list[str] = []
     kind, wanted = draft.facts.model.kind, _contributed(draft, slot)
     for found in sorted(draft.plugins.components(slot.name), key=lambda found: found.component.name != wanted):
@@ -184,11 +185,13 @@ def _pick(draft: Draft, slot: Slot) -> None:
             draft.decide(f"{slot.section}.use", found.component.name, by, why)
             draft.picked.add(slot.name)
             return
-        failed.append(refusal)
-        if kind in getattr(found.component.offers, "kinds", {kind}):  # the others are for other models
+        if kind in getattr(found.component.offers, "kinds", {kind}):
             reasons.append(refusal.reason)
+            failed.append(refusal)
+        else:
+            foreign.append(refusal)  # for other models
     draft.chosen[slot.name] = ()
-    draft.refusals.append(_nothing_fits(slot, failed))
+    draft.refusals.append(_nothing_fits(slot, failed or foreign))
 
 
 def _try(draft: Draft, slot: Slot, found: Registration, given: dict[str, Any]) -> Refusal | None:
@@ -247,7 +250,7 @@ def _nothing_fits(slot: Slot, failed: list[Refusal]) -> Refusal:
     use = f"{slot.section}.use"
     best = next((refusal for refusal in failed if refusal.field != use), failed[-1])
     reason = "; ".join(refusal.reason for refusal in failed)
-    return Refusal("choose", best.field, f"no {slot.name} component fits: {reason}", best.fix, best.origin)
+    return Refusal("choose", best.field, f"no {slot.name} component fits: {reason}", best.fix)
 
 
 # ---- numbers that checks read ---------------------------------------------------------------------------------------

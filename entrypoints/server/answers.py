@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from glowplug.core.errors import RequestError
+from glowplug.core.errors import EngineDead, RequestError
 from glowplug.entrypoints.delta import Delta
 from glowplug.entrypoints.server.errors import from_exception
 from glowplug.entrypoints.server.metrics import Metrics
@@ -140,7 +140,7 @@ class EventStream(Response):
                     await guard.send(send, data)
             except Exception as error:
                 self._metrics.rejected.inc(labels=("stream",))
-                if not isinstance(error, RequestError):
+                if not isinstance(error, RequestError | EngineDead):  # the server itself tells of a dead engine, once
                     logger.exception("a stream failed")
                 await guard.send(send, b"data: " + bytes(from_exception(error).body) + b"\n\n")
             finally:

@@ -183,7 +183,7 @@ def test_a_failed_start_ends_the_server() -> None:
         assert one.join(5) == 1
 
 
-def test_the_engines_death_reaches_every_request_and_ends_the_server() -> None:
+def test_the_engines_death_reaches_every_request_and_ends_the_server(caplog: pytest.LogCaptureFixture) -> None:
     executor = FakeExecutor(step_seconds=0.01)
     with served(executor) as one:
         answers: list[httpx.Response] = []
@@ -204,6 +204,7 @@ def test_the_engines_death_reaches_every_request_and_ends_the_server() -> None:
     assert whole.json()["error"]["code"] == "engine_dead"
     assert "[DONE]" not in streamed.text and '"code":"engine_dead"' in streamed.text
     assert "secret" not in streamed.text + whole.text and "0x" not in streamed.text + whole.text
+    assert caplog.text.count("killed by signal 9") == 1 and "Traceback" not in caplog.text, "once, not for each request"
 
 
 def test_a_silent_engine_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,8 +66,10 @@ def drafter(**offers: Any) -> Component:
     ({"attention": {"use": "torch_mha"}}, "attention.use", "needs mla", "torch_mla"),
     ({"attention": {"kv_dtype": "fp8_e5m2"}}, "attention.kv_dtype", "fp8_e5m2", 'attention.kv_dtype = "auto"'),
     ({"attention": {"use": "torch_mla", "kv_dtype": "fp8_e4m3"}}, "attention.kv_dtype", "fp8_e4m3", "auto"),
-    ({"weights": {"use": "safetensors"}}, "weights.use", "holds no weights", "random"),
-    ({"weights": {}}, "weights.use", "only happens on request", "random"),
+    ({"weights": {"use": "safetensors"}}, "weights.use", "holds no weights", "a folder with weights (safetensors), "
+     'or weights.use = "random" for made-up ones'),
+    ({"weights": {}}, "weights.use", "only happens on request", "a folder with weights (safetensors), "
+     'or weights.use = "random" for made-up ones'),
     ({"context_length": 5000}, "context_length", "4096 positions", "4096"),
     ({"context_length": 1000, "memory": {"kv_tokens": 600}}, "context_length", "KiB", "context_length = "),
     ({"memory": {"kv_tokens": 10**12}}, "memory.kv_tokens", "GiB", "memory.kv_tokens = "),
