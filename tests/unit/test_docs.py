@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 from glowplug.core import hookspecs
-from tests.source_tree import ROOT
+from tests.source_tree import PACKAGES, ROOT, sources
 from tests.tiny import write_config
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", ROOT / "CHANGELOG.md",
@@ -124,6 +124,15 @@ def test_links_lead_somewhere() -> None:
             if "://" not in target and not target.startswith("mailto:") and not (page.parent / target).exists():
                 broken.append(f"{page.relative_to(ROOT)}: {target}")
     assert broken == []
+
+
+def test_files_that_pages_and_docstrings_name_exist() -> None:
+    folders = "|".join((*PACKAGES, "tests", "docs"))
+    named = re.compile(rf"(?<![\w./-])(?:{folders})/[\w./-]+\.(?:py|md|json|toml|yaml)\b")
+    missing = [f"{path.relative_to(ROOT)}: {file}"
+               for path in (*PAGES, *sources(), *sorted((ROOT / "tests").rglob("*.py")))
+               for file in named.findall(path.read_text(encoding="utf-8")) if not (ROOT / file).exists()]
+    assert missing == []
 
 
 def excerpts() -> list[tuple[str, str, str]]:
