@@ -123,8 +123,8 @@ def check_weight_format(draft: Draft) -> Iterator[Refusal]:
 
 def _with_weights(draft: Draft, made_up: str) -> str:
     offered = (found.component.offers for found in draft.plugins.components("weights"))
-    formats = {name for offers in offered if isinstance(offers, WeightOffers) for name in offers.formats} - {"synthetic"}
-    return f"a folder with weights ({listed(formats)}), or {made_up} for made-up ones"
+    formats = {name for offers in offered if isinstance(offers, WeightOffers) for name in offers.formats}
+    return f"a folder with weights ({listed(formats - {'synthetic'})}), or {made_up} for made-up ones"
 
 
 @reads("quantization")
