@@ -9,6 +9,19 @@ from importlib.util import find_spec
 
 TILES = frozenset({90, 100, 103})  #: compute capabilities; only the first has been run
 TRITON = 80  #: the first that Triton itself supports
+LIBRARIES = frozenset({90})  #: those on which other libraries' 8-bit products have been tried, and are called
+
+
+def unfit_for_libraries() -> str:
+    """Why 8-bit products of other libraries are not called on the current device; "" on a card for them, and on a CPU.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return ""
+    major, minor = torch.cuda.get_device_capability()
+    supported = ", ".join(f"SM{card}" for card in sorted(LIBRARIES))
+    return "" if major * 10 + minor in LIBRARIES else f"called on {supported}, this card is SM{major}{minor}"
 
 
 def tiles_run_on(device: str) -> bool:

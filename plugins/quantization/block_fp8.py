@@ -12,7 +12,7 @@ from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import QuantizationOffers
 from glowplug.core.options import QuantizationOptions
 from glowplug.plugins.quantization.experts_bytes import CAST, DEEP_GEMM, fp8_experts
-from glowplug.plugins.quantization.triton_needed import check_triton
+from glowplug.plugins.quantization.triton_needed import check_libraries, check_triton
 
 METHOD = "fp8"  #: the checkpoint's ``quant_method``
 #: packages of the libraries that ``gemm`` and ``experts`` name
@@ -42,6 +42,7 @@ def check_block_fp8(context: CheckContext) -> Iterator[Refusal]:
     """Native checkpoints must hold E4M3 in blocks and ask for dynamic activation scales; devices must multiply it."""
     if context.options.activations != "none":
         yield from check_triton(context, "block_fp8", 'activations = "none"')
+        yield from check_libraries(context, "block_fp8")
     model = context.facts.model
     if model.quant_method != METHOD:
         return

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import glowplug.kernels
 from glowplug.core.errors import GlowplugError
+from glowplug.kernels.cards import unfit_for_libraries
 
 BLOCK = 128
 CONFIGS = Path(str(glowplug.kernels.__file__)).parent / "configs"
@@ -49,6 +50,7 @@ class _Library:
     module = ""
     function = ""
     pads = False
+    own = False  #: it runs on every card that this project's kernels do
 
     def __init__(self) -> None:
         self._call: Any = None
@@ -60,6 +62,9 @@ class _Library:
         return self._missing
 
     def _find(self) -> str:
+        unfit = "" if self.own else unfit_for_libraries()
+        if unfit:
+            return f"{self.module}.{self.function} is {unfit}"
         try:
             self._call = getattr(importlib.import_module(self.module), self.function)
         except Exception as error:  # NOTE: on a machine without its card a library raises anything, not ImportError.
@@ -71,6 +76,7 @@ class TritonGemm(_Library):
     """Our own kernel: every shape, and scales of single rows."""
 
     name, module, function = "triton", "glowplug.kernels.triton.fp8_gemm", "gemm"
+    own = True
 
     def fits(self, rows: int, columns: int, depth: int) -> bool:
         return True

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from glowplug.core.errors import GlowplugError
+from glowplug.kernels.cards import unfit_for_libraries
 from glowplug.kernels.triton import fp8_quant
 from glowplug.kernels.triton.moe_align import Alignment, align
 from glowplug.kernels.triton.moe_sort import gather_rows, sum_placed
@@ -30,7 +31,10 @@ class Grouped:
         self._wanted = wanted
         self._multiply: Any = None
         self._by_ends = False
-        if wanted == "triton":
+        unfit = unfit_for_libraries()
+        if unfit and wanted == "deep_gemm":
+            raise GlowplugError(f'quantization.experts = "deep_gemm" is {unfit}; leave it out')
+        if wanted == "triton" or unfit:
             return
         try:
             self._multiply = importlib.import_module(LIBRARY).m_grouped_fp8_gemm_nt_contiguous

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 
 from glowplug.core.component import CheckContext, Package
 from glowplug.core.errors import Refusal
+from glowplug.core.options import QuantizationOptions
 from glowplug.core.requirements import unmet
-from glowplug.kernels.cards import TILES
+from glowplug.kernels.cards import LIBRARIES, TILES
 
 TRITON = Package("triton", ">=3.5")
 
@@ -28,3 +29,24 @@ def check_triton(context: CheckContext, name: str, otherwise: str) -> Iterator[R
         needed = TRITON.name + TRITON.spec
         yield Refusal(name, "quantization.use", f"{name} multiplies by kernels in Triton, and needs {needed} ({found})",
                       f'pip install "{needed}", or {without}')
+
+
+def check_libraries(context: CheckContext, name: str) -> Iterator[Refusal]:
+    """Other libraries that an option names to multiply in 8 bits, on a card for our own kernels that is none for them.
+    """
+    machine = context.facts.hardware
+    cards = {card.compute for card in machine.devices}
+    others = cards - LIBRARIES
+    if context.values["device"] != "cuda" or not others or not cards <= TILES:
+        return
+    for option, value in _libraries(context.options):
+        yield Refusal(name, f"quantization.{option}", f"{value} is called on SM{', '.join(map(str, LIBRARIES))}; "
+                      f"{machine.name} has SM{', '.join(map(str, sorted(others)))}", f'quantization.{option} = "auto"')
+
+
+def _libraries(options: QuantizationOptions) -> Iterator[tuple[str, str]]:
+    """Options that name another library to multiply in 8 bits, and which."""
+    for option, field in type(options).model_fields.items():
+        marked, value = field.json_schema_extra, getattr(options, option)
+        if isinstance(marked, dict) and "provider" in marked and value not in ("auto", "triton"):
+            yield option, value

@@ -20,7 +20,7 @@ from glowplug.core.options import QuantizationOptions
 from glowplug.core.stored_formats import INT8_METHODS, quantization_config
 from glowplug.plugins.quantization.experts_bytes import int8_experts
 from glowplug.plugins.quantization.left_alone import EXPRESSION, KEYS
-from glowplug.plugins.quantization.triton_needed import check_triton
+from glowplug.plugins.quantization.triton_needed import check_libraries, check_triton
 
 NAME = "w8a8_int8"
 FORMAT = "int-quantized"  #: compressed-tensors' name of 8-bit integers that are stored as such
@@ -53,6 +53,7 @@ def check_w8a8_int8(context: CheckContext) -> Iterator[Refusal]:
     model = context.facts.model
     if context.options.activations != "none":
         yield from check_triton(context, NAME, 'activations = "none"')
+        yield from check_libraries(context, NAME)
     if model.quant_method in INT8_METHODS:
         yield from (Refusal(NAME, USE, reason, fix) for reason, fix in _stated(quantization_config(model)))
     yield from (Refusal(NAME, USE, reason, fix) for reason, fix in _stored(model))

@@ -106,6 +106,23 @@ def test_quantized_products_need_a_card_that_they_are_made_for(make: Callable[..
     assert make(dequantized, hardware).choice("quantization").name == name
 
 
+@pytest.mark.parametrize(("name", "option", "value"), [
+    ("block_fp8", "gemm", "deep_gemm"), ("block_fp8", "gemm", "cublas"), ("block_fp8", "experts", "deep_gemm"),
+    ("w8a8_int8", "gemm", "cutlass"),
+])
+def test_libraries_are_named_on_the_cards_that_they_are_called_on(make: Callable[..., EnginePlan], name: str,
+                                                                  option: str, value: str) -> None:
+    blackwell = card("NVIDIA B200", 100, 180)
+    asked = {"quantization": {"use": name, option: value}}
+    found = refusals(make, asked, blackwell)
+    assert list(found) == [f"quantization.{option}"]
+    refusal = found[f"quantization.{option}"]
+    assert f"{value} is called on SM90" in refusal.reason and "SM100" in refusal.reason
+    assert refusal.fix == f'quantization.{option} = "auto"' and make(asked).choice("quantization").name == name
+    for own in ("auto", "triton"):
+        assert make({"quantization": {"use": name, option: own}}, blackwell).choice("quantization").name == name
+
+
 def test_int4_needs_the_same(make: Callable[..., EnginePlan], tmp_path: Path) -> None:
     stated = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
     config = {**msgspec.json.decode(LITE.read_bytes()), "quantization_config": stated}

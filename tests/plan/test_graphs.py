@@ -55,6 +55,13 @@ def test_what_leaves_nothing_to_capture_is_refused(refused: Any, config: dict[st
     assert reason in found[field].reason and fix in found[field].fix
 
 
+def test_a_machine_without_a_card_is_the_one_reason(refused: Any, cpu: Any) -> None:
+    found = refused({"graphs": {"use": "cuda_graph", "batch_sizes": [1, 2]}}, hardware=cpu)
+    assert list(found) == ["graphs.use"]
+    assert found["graphs.use"].reason == "cuda_graph runs on cuda, the device is cpu"
+    assert found["graphs.use"].fix == 'graphs.use = "eager"'
+
+
 @pytest.mark.parametrize("followed", [{"graphs": {"batch_sizes": [256]}},
                                       {"graphs": {"batch_sizes": [512, 600]},
                                        "scheduler": {"max_running_requests": 512}}])
