@@ -239,7 +239,7 @@ def fake_card() -> Iterator[Tally]:
         yield tally
 
 
-TINY = {"dtype": "bfloat16"}
+TINY = {"dtype": "bfloat16", "scheduler": {"last_layer": "all"}}
 FULL: dict[str, Any] = {"context_length": 8192, "scheduler": {"max_running_requests": 512}}
 LONG = {"context_length": 65536, "scheduler": {"max_running_requests": 8}}
 #: name -> (shape that ships or tiny model, layers of a shape, configuration). Prompts go through the last layer with
@@ -247,13 +247,14 @@ LONG = {"context_length": 65536, "scheduler": {"max_running_requests": 8}}
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "v2-lite": ("deepseek-v2-lite", 4, FULL),
     "v2-lite, long": ("deepseek-v2-lite", 4, LONG),
+    "v2-lite, few tokens": ("deepseek-v2-lite", 4, {"scheduler": {"max_running_requests": 16, "chunk_size": 1536}}),
     "v2-lite, triton_mla": ("deepseek-v2-lite", 4, {**LONG, "attention": {"use": "triton_mla"}}),
     "v2-lite, dense layer": ("deepseek-v2-lite", 1,
                              {**FULL, "scheduler": {**FULL["scheduler"], "last_layer": "all"}}),
     "v2-lite, int8": ("deepseek-v2-lite", 4, {**FULL, "quantization": {"use": "w8a8_int8"}}),
     "v3": ("deepseek-v3", 5, FULL),
     "v3, long": ("deepseek-v3", 5, LONG),
-    "v3, own experts": ("deepseek-v3", 5, {**FULL, "quantization": {"use": "block_fp8", "experts": "triton"}}),
+    "v3, own experts": ("deepseek-v3", 6, {**FULL, "quantization": {"use": "block_fp8", "experts": "triton"}}),
     "v3, few tokens": ("deepseek-v3", 5, {**FULL, "scheduler": {"max_running_requests": 16, "chunk_size": 1024}}),
     "tiny v2": ("v2", 0, TINY),
     "tiny v3": ("v3", 0, TINY),
