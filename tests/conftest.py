@@ -2,9 +2,22 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 DRIVER = Path("/dev/nvidiactl")
 
 if not DRIVER.exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture
+def quick_switches() -> Iterator[None]:
+    """Threads that wait for one another need the interpreter sooner than every 5 ms."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(before)

@@ -3,10 +3,9 @@ from __future__ import annotations
 
 import multiprocessing
 import socket
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -25,14 +24,7 @@ from glowplug.core.testing.plans import bare_plan
 from glowplug.plugins.collectives.torch_distributed import GlooOptions, NcclOptions
 from glowplug.plugins.collectives.torch_distributed_runtime import Gloo, Nccl
 
-
-@pytest.fixture(autouse=True)
-def quick_switches() -> Iterator[None]:
-    """Threads that wait for one another need the interpreter sooner than every 5 ms."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
-    yield
-    sys.setswitchinterval(before)
+pytestmark = pytest.mark.usefixtures("quick_switches")
 
 
 def gloo(rank: int, mesh: dict[str, int], rendezvous: str = "", store: Any = None, timeout: float = 20.0) -> Gloo:

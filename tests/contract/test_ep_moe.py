@@ -1,8 +1,7 @@
 """Expert parallelism: its shards, its refusals, and each exchange against every expert on one rank."""
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +27,7 @@ from glowplug.plugins.parallel.ep_moe import EpMoeOptions, check_ep_moe, registe
 from glowplug.plugins.parallel.ep_moe_runtime import EpMoe
 from tests.rank_threads import on_ranks
 
+pytestmark = pytest.mark.usefixtures("quick_switches")
 HIDDEN, WIDTH, EXPERTS, TOPK = 12, 8, 8, 3
 BACKENDS = ("threads", "gloo")
 LAYOUTS: tuple[dict[str, int], ...] = (
@@ -104,14 +104,6 @@ class Weights:
                     y = torch.relu(tokens.x[token] @ a[expert]) @ b[expert]
                     out[token] += y * tokens.weights[token, place]
         return out
-
-
-@pytest.fixture(autouse=True)
-def quick_switches() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
-    yield
-    sys.setswitchinterval(before)
 
 
 def tokens_of(count: int, generator: torch.Generator, experts: list[int] | None = None, absent: float = 0.0) -> Tokens:

@@ -10,6 +10,7 @@ import pytest
 
 from glowplug import LLM, SamplingParams
 from glowplug.entrypoints.llm import Completion
+from tests.e2e.cuts import CUTS
 from tests.tiny import VOCAB, write_config
 
 PROMPTS = 12
@@ -59,15 +60,7 @@ def alone(folder: Path) -> list[Completion]:
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "batched": {},
-    "no_overlap": {"scheduler": {"overlap": False}},
-    "no_cache": {"cache": {"use": "none"}},
-    "chunked": {"scheduler": {"chunk_size": 7}},
-    "chunked_one": {"scheduler": {"chunk_size": 1, "max_running_requests": 3}},
-    "unmixed": {"scheduler": {"mixed": False, "chunk_size": 16}},
-    "page_1": {"attention": {"page_size": 1}},
-    "page_64": {"attention": {"page_size": 64}},
-    "two_rows": {"scheduler": {"max_running_requests": 2}},
+    **CUTS,
     "preempted": {"memory": {"kv_tokens": 288}},
     "preempted_no_overlap": {"memory": {"kv_tokens": 288}, "scheduler": {"overlap": False}},
     "preempted_chunked": {"memory": {"kv_tokens": 288}, "scheduler": {"chunk_size": 9}},

@@ -13,6 +13,7 @@ from glowplug.core.testing.sampler_suite import assert_follows
 from glowplug.entrypoints.llm import Completion
 from glowplug.models.embedded.tasks import held_out_tasks
 from tests import accepting
+from tests.e2e.cuts import CUTS
 from tests.tiny import write_config
 
 VOCAB = 12  #: so few that a random draft is right every now and then
@@ -88,15 +89,7 @@ def featured(plain: LLM) -> list[Completion]:
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "batched": {},
-    "no_overlap": {"scheduler": {"overlap": False}},
-    "no_cache": {"cache": {"use": "none"}},
-    "chunked": {"scheduler": {"chunk_size": 7}},
-    "chunked_one": {"scheduler": {"chunk_size": 1, "max_running_requests": 3}},
-    "unmixed": {"scheduler": {"mixed": False, "chunk_size": 16}},
-    "page_1": {"attention": {"page_size": 1}},
-    "page_64": {"attention": {"page_size": 64}},
-    "two_rows": {"scheduler": {"max_running_requests": 2}},
+    **CUTS,
     "naive": {"attention": {"use": "torch_mla", "absorb": False}},
 }
 

@@ -1,8 +1,7 @@
 """Whole models with their experts dealt among ranks: logits of one rank, for every layout and exchange."""
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -24,6 +23,7 @@ from tests.rank_threads import on_ranks
 from tests.tiny import V3, write_config
 from tests.unit.test_layers import facts_of, random_tensors
 
+pytestmark = pytest.mark.usefixtures("quick_switches")
 MODELS = {"v3": "none", "v2": "none", "v3_fp8": "block_fp8"}
 EXCHANGES = ("all_gather", "all_to_all", "all_to_all_static")
 LAYOUTS: tuple[dict[str, int], ...] = ({"tp": 2, "ep": 2}, {"tp": 4, "ep": 2}, {"tp": 4, "ep": 4})
@@ -47,14 +47,6 @@ def steps() -> list[Step]:
 
     return [({0: ids(5), 1: ids(1), 2: ids(9)}, 0), ({0: ids(1), 1: ids(1), 2: ids(4), 3: ids(7)}, 2),
             ({row: ids(1) for row in range(ROWS)}, ROWS), ({2: ids(1)}, 1)]
-
-
-@pytest.fixture(autouse=True)
-def quick_switches() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
-    yield
-    sys.setswitchinterval(before)
 
 
 @cache

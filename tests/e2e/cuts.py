@@ -1,0 +1,16 @@
+"""Ways to cut the same work into steps: whichever is taken, greedy tokens and their logits stay the same."""
+from __future__ import annotations
+
+from typing import Any
+
+CUTS: dict[str, dict[str, Any]] = {
+    "batched": {},
+    "no_overlap": {"scheduler": {"overlap": False}},
+    "no_cache": {"cache": {"use": "none"}},
+    "chunked": {"scheduler": {"chunk_size": 7}},
+    "chunked_one": {"scheduler": {"chunk_size": 1, "max_running_requests": 3}},
+    "unmixed": {"scheduler": {"mixed": False, "chunk_size": 16}},
+    "page_1": {"attention": {"page_size": 1}},
+    "page_64": {"attention": {"page_size": 64}},
+    "two_rows": {"scheduler": {"max_running_requests": 2}},
+}
