@@ -1,6 +1,7 @@
 """A plan as one table: what was decided, chosen by whom, why, and how many bytes it takes. Plain text, no torch."""
 from __future__ import annotations
 
+import itertools
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -11,6 +12,7 @@ from glowplug.core.plan import BudgetLine, EnginePlan
 from glowplug.core.sizing import human
 
 HEADER = ("what", "choice", "by", "why", "bytes")
+MAX_CHOICE = 24  #: a longer one wraps
 MIN_WHY = 24
 
 
@@ -50,14 +52,13 @@ def shown(value: Any) -> str:
 
 
 def table(lines: Sequence[Sequence[str]], width: int) -> Iterable[str]:
-    """Aligned columns with a rule under the first line; the fourth column wraps to what is left of ``width``."""
+    """Aligned columns with a rule under the first line; the second wraps, the fourth to what is left of ``width``."""
     sizes = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    sizes[1] = min(sizes[1], MAX_CHOICE)
     sizes[3] = max(MIN_WHY, min(sizes[3], width - sum(sizes[:3]) - sizes[4] - 8))
-    for number, line in enumerate(lines):
-        wrapped = textwrap.wrap(line[3], sizes[3]) or [""]
-        for part, why in enumerate(wrapped):
-            cells = [cell if part == 0 else "" for cell in line]
-            cells[3] = why
+    for number, (what, choice, by, why, count) in enumerate(lines):
+        columns = [[what], textwrap.wrap(choice, sizes[1]), [by], textwrap.wrap(why, sizes[3]), [count]]
+        for cells in itertools.zip_longest(*columns, fillvalue=""):
             yield "  ".join(cell.rjust(size) if i == 4 else cell.ljust(size)
                             for i, (cell, size) in enumerate(zip(cells, sizes))).rstrip()
         if number == 0:

@@ -9,7 +9,7 @@ import pytest
 from glowplug.core.facts import Facts, HardwareFacts
 from glowplug.core.machine import read_sheet, sheet_names
 from glowplug.core.plan import EnginePlan
-from glowplug.core.plan_table import render
+from glowplug.core.plan_table import render, table
 from glowplug.core.plugins import PluginSet
 from glowplug.core.resolve import plan as make_plan
 from glowplug.core.slots import SLOTS
@@ -178,3 +178,15 @@ def test_the_table_shows_every_decision_and_every_budget_line(planned) -> None:
             assert f"memory: {line.name}" in text
         assert "very-secret" not in text
     assert max(map(len, render(plan, 160).splitlines())) <= 160
+
+
+def test_a_long_choice_wraps_and_leaves_the_reasons_room() -> None:
+    lines = [("what", "choice", "by", "why", "bytes"),
+             ("sizes", "1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40,...", "size", "a", ""),
+             ("memory: x", "", "size", "so many rows of so many tokens", "1.5 GiB")]
+    found = list(table(lines, 90))
+    assert found[0].index("bytes") - found[0].index("why") > 24 and max(map(len, found)) <= 90
+    assert [line.split("  ")[0] for line in found] == ["what", "-" * 9, "sizes", "", "memory: x"]
+    start = found[0].index("choice")
+    assert found[2][start:].startswith("1, 2, 3, 4, 6, 8, 12,  ") and found[3].strip() == "16, 24, 32, 40,..."
+    assert found[4].endswith("so many rows of so many tokens  1.5 GiB")
