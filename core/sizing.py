@@ -5,6 +5,7 @@ the port opens, and the KV cache then takes what is really left (``core/memory/f
 """
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from glowplug.core.draft import Draft
@@ -33,9 +34,11 @@ DEFAULTS = {  #: device -> (sequences in flight, prompt tokens a step, tokens a 
 
 @dataclass(frozen=True)
 class Room:
-    """Memory of one rank in bytes: ``total``, what it is a share of, and what is left after the fixed lines."""
+    """Memory of one rank in bytes: ``total``, the ``memory`` that it is a share of, and what is left after the fixed
+    lines."""
 
     total: int
+    memory: int
     shown: str
     left: int
 
@@ -166,25 +169,32 @@ def _room(draft: Draft, device: str, fixed: list[BudgetLine]) -> Room:
     if fraction is not None:
         draft.decide("memory.fraction", fraction, *(draft.source("memory.fraction") or ("default", "")))
     total = int(memory * share)
-    return Room(total, f"{human(total)} ({share:.0%} of {what} {human(memory)})", total - used)
+    return Room(total, memory, f"{human(total)} ({share:.0%} of {what} {human(memory)})", total - used)
 
 
 def _too_big(draft: Draft, fixed: list[BudgetLine], room: Room) -> Refusal:
-    largest = max(fixed, key=lambda line: line.bytes)
+    needed = room.total - room.left
     needs = ", ".join(f"{line.name} {human(line.bytes)}" for line in fixed)
-    graphs = sum(line.bytes for line in fixed if line.name == "graphs")
-    if room.left + graphs > 0:
-        field, fix = "graphs.batch_sizes", 'a shorter list, graphs.max_batch smaller, or graphs.use = "eager"'
-    elif largest.name == "activations":
-        field, fix = "scheduler.chunk_size", "scheduler.chunk_size smaller"
-    elif largest.name == "logits":
-        field, fix = "scheduler.max_running_requests", "scheduler.max_running_requests smaller"
-    else:
-        field, fix = "model", "more memory a rank: a larger machine, more ranks, or a quantized checkpoint"
-        if draft.values["dtype"] == "float32":
-            fix += ', or dtype = "bfloat16"'
-    return Refusal("size", field, f"each rank needs {human(room.total - room.left)} ({needs}) before any KV cache, and "
-                   f"has {room.shown}", fix)
+    field, fix = _smaller(draft, {line.name: line.bytes for line in fixed}, room, needed)
+    return Refusal("size", field, f"each rank needs {human(needed)} ({needs}) before any KV cache, and has "
+                   f"{room.shown}", fix)
+
+
+def _smaller(draft: Draft, lines: dict[str, int], room: Room, needed: int) -> tuple[str, str]:
+    """The field that stands in the way, and what to write there."""
+    share, default = needed / room.memory, CPU_SHARE if draft.values["device"] == "cpu" else 1 - CUDA_RESERVE
+    if draft.config.memory.fraction is not None and share < 1 - CUDA_RESERVE:
+        left_out = f", or leave it out ({default:.0%})" if share < default else ""
+        return "memory.fraction", f"memory.fraction = {math.ceil(100 * share + 1) / 100:g} or more{left_out}"
+    if needed - lines.get("graphs", 0) < room.total:
+        return "graphs.batch_sizes", ('graphs.use = "eager"; or less to capture: a shorter list, graphs.max_batch '
+                                      "smaller, graphs.prefill = false")
+    steps = {"activations": "scheduler.chunk_size", "logits": "scheduler.max_running_requests"}
+    if needed - sum(lines.get(name, 0) for name in (*steps, "sampling state", "graphs")) < room.total:
+        first, second = sorted(steps, key=lambda name: -lines.get(name, 0))
+        return steps[first], f"{steps[first]} smaller, and {steps[second]}"
+    fix = "more memory a rank: a larger machine, more ranks, or a quantized checkpoint"
+    return "model", fix + (', or dtype = "bfloat16"' if draft.values["dtype"] == "float32" else "")
 
 
 def kv_token_bytes(draft: Draft) -> int:

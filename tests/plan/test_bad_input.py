@@ -2,6 +2,7 @@
 anything is loaded. Built-in components throughout; the sheets are of cards that are not here."""
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -201,6 +202,42 @@ def test_a_batch_list_past_the_memory(make: Callable[..., EnginePlan]) -> None:
     found = refusals(make, {**config, "graphs": listed}, tight)
     assert "GiB" in found["graphs.batch_sizes"].reason and "graphs.max_batch" in found["graphs.batch_sizes"].fix
     assert make({**config, "graphs": {**listed, "batch_sizes": [1, 8]}}, tight).choice("graphs").name == "cuda_graph"
+
+
+class TestTooLittleMemory:
+    """Each refusal names what is in the way, and a plan that follows its fix fits, or is refused for the next thing."""
+
+    @staticmethod
+    def of(gigabytes: float) -> HardwareFacts:
+        return replace(H200, devices=(DeviceFacts("NVIDIA H100", int(gigabytes * (1 << 30)), 90),))
+
+    def test_a_fraction(self, make: Callable[..., EnginePlan]) -> None:
+        found = refusals(make, {"memory": {"fraction": 0.1}})["memory.fraction"]
+        value = re.fullmatch(r"memory.fraction = (0\.\d+) or more, or leave it out \(98%\)", found.fix)
+        assert "10% of the device's" in found.reason and value is not None
+        assert make({"memory": {"fraction": float(value[1])}}).sizes.num_pages > 1
+        assert make().sizes.num_pages > 1
+
+    def test_graphs(self, make: Callable[..., EnginePlan]) -> None:
+        needed = sum(line.bytes for line in make().budget if line.name != "kv cache")
+        tight = self.of(needed / 0.98 / (1 << 30) - 0.1)
+        found = refusals(make, hardware=tight)["graphs.batch_sizes"]
+        assert found.fix.startswith('graphs.use = "eager"; or less to capture') and "graphs " in found.reason
+        assert make({"graphs": {"use": "eager"}}, tight).sizes.num_pages > 1
+        assert make({"graphs": {"use": "cuda_graph", "max_batch": 8, "prefill": False}}, tight).sizes.num_pages > 1
+
+    def test_steps(self, make: Callable[..., EnginePlan]) -> None:
+        lines = {line.name: line.bytes for line in make().budget if line.name != "kv cache"}
+        tight = self.of((sum(lines.values()) - lines["graphs"] - lines["activations"] / 2) / 0.98 / (1 << 30))
+        found = refusals(make, hardware=tight)["scheduler.chunk_size"]
+        assert found.fix == "scheduler.chunk_size smaller, and scheduler.max_running_requests"
+        followed = {"scheduler": {"chunk_size": 256, "max_running_requests": 8}, "graphs": {"use": "eager"}}
+        assert make(followed, tight).sizes.num_pages > 1
+
+    def test_weights(self, make: Callable[..., EnginePlan]) -> None:
+        found = refusals(make, hardware=self.of(20))["model"]
+        assert "a quantized checkpoint" in found.fix and "more ranks" in found.fix
+        assert make({"quantization": {"use": "block_fp8"}}, self.of(20)).sizes.num_pages > 1
 
 
 class TestTunedTables:
