@@ -4,16 +4,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from glowplug.core.layers.linear import Both, both_formats
 from glowplug.core.placement import rows_at
 from glowplug.core.plan import EnginePlan
-from glowplug.core.protocols import Parts, Quantized, RopeRows, Worker
+from glowplug.core.protocols import Parts, RopeRows, Worker
 from glowplug.kernels.triton import activation, fp8_quant, norm, rope
 from glowplug.kernels.triton.route import route
 from glowplug.plugins.ops import triton_int8
+from glowplug.plugins.ops.quantizing import Pair, producers
 from glowplug.plugins.ops.torch_ops_runtime import TorchOps
 
 if TYPE_CHECKING:
@@ -33,14 +32,7 @@ class TritonOps(TorchOps):
         self.silu_and_mul = activation.silu_and_mul
         self.route = self.route_signalling = route
         self.fused: Mapping[tuple[str, str], Callable[..., Any]] = {
-            **self.fused, **triton_int8.PRODUCERS,
-            ("cast", FP8): _cast_fp8,
-            ("rms_norm", FP8): _rms_norm_fp8,
-            ("add_rms_norm", FP8): _add_rms_norm_fp8,
-            ("silu_and_mul", FP8): _silu_and_mul_fp8,
-            ("rms_norm", both_formats(FP8)): _rms_norm_both,
-            ("add_rms_norm", both_formats(FP8)): _add_rms_norm_both,
-        }
+            **self.fused, **triton_int8.PRODUCERS, **FP8_PRODUCERS}
 
     def rope_at(self, table: Tensor, positions: Tensor, interleaved: bool) -> RopeRows:
         return RopeRows(rows_at(table, positions), interleaved)
@@ -50,36 +42,16 @@ class TritonOps(TorchOps):
         return rope.rotate(q, k, at.cos_sin, at.interleaved)
 
 
-def _cast_fp8(x: Tensor) -> Quantized:
-    return Quantized(*fp8_quant.quantize(x))
-
-
 def _add_rms_norm(x: Tensor | Parts, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     rows, ids = x if isinstance(x, Parts) else (x, None)
     return norm.add_rms_norm(rows, residual, weight, eps, ids)
 
 
-def _rms_norm_fp8(x: Tensor, weight: Tensor, eps: float) -> Quantized:
-    return Quantized(*norm.rms_norm_fp8(x, weight, eps))
-
-
 def _add_rms_norm_fp8(x: Tensor | Parts, residual: Tensor, weight: Tensor, eps: float,
-                      plain: Tensor | None = None) -> tuple[Quantized, Tensor]:
+                      plain: Tensor | None = None) -> tuple[Pair, Tensor]:
     rows, ids = x if isinstance(x, Parts) else (x, None)
-    normed, total = norm.add_rms_norm_fp8(rows, residual, weight, eps, plain, ids)
-    return Quantized(*normed), total
+    return norm.add_rms_norm_fp8(rows, residual, weight, eps, plain, ids)
 
 
-def _rms_norm_both(x: Tensor, weight: Tensor, eps: float) -> Both:
-    plain = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return Both(plain, Quantized(*norm.rms_norm_fp8(x, weight, eps, plain)))
-
-
-def _add_rms_norm_both(x: Tensor | Parts, residual: Tensor, weight: Tensor, eps: float) -> tuple[Both, Tensor]:
-    plain = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
-    normed, total = _add_rms_norm_fp8(x, residual, weight, eps, plain)
-    return Both(plain, normed), total
-
-
-def _silu_and_mul_fp8(x: Tensor) -> Quantized:
-    return Quantized(*fp8_quant.silu_and_mul(x))
+FP8_PRODUCERS = producers(FP8, quantize=fp8_quant.quantize, silu_and_mul=fp8_quant.silu_and_mul,
+                          rms_norm=norm.rms_norm_fp8, add_rms_norm=_add_rms_norm_fp8)
