@@ -64,7 +64,8 @@ FLAGS: tuple[Flag, ...] = (
          values=FORMATS),
     Flag(("--quantization",), "quantization.use", "quantization scheme; leave it out for what the checkpoint has"),
     # attention and KV cache
-    Flag(("--attention-backend",), "attention.use", "attention backend by name"),
+    Flag(("--attention-backend",), "attention.use", "attention backend by name; fa3, flashinfer, triton "
+         "and torch: the one for this model's kind of attention"),
     Flag(("--kv-cache-dtype",), "attention.kv_dtype", "dtype of the KV cache", values=KV_DTYPES),
     Flag(("--page-size", "--block-size"), "attention.page_size", "tokens a KV page", int),
     switch("--disable-mla", "attention.use", "torch_mla", "no weight absorption: the naive reference",

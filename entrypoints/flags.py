@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from glowplug.core.configfile import Layer, merge, read_config, set_path
-from glowplug.core.errors import ConfigError, FactsError, Refusal
+from glowplug.core.errors import ConfigError, FactsError, GlowplugError, Refusal
 from glowplug.core.facts import HardwareFacts
 from glowplug.core.facts_read import EMBEDDED
 from glowplug.core.machine import read_sheet, sheet_names
@@ -150,6 +150,7 @@ def read_command_line(args: argparse.Namespace, plugins: PluginSet | None = None
     if args.config:
         layer = merge(layer, read_config(Path(args.config), plugins))
     notes += arrange(layer, getattr(args, "engine_flags", []))
+    _attention_of_kind(layer, plugins)
     hardware = None
     if args.facts:
         try:
@@ -158,6 +159,20 @@ def read_command_line(args: argparse.Namespace, plugins: PluginSet | None = None
             raise ConfigError([*layer.refusals, Refusal("facts", "--facts", str(error), error.fix)]) from None
     source = Path(args.config).name if args.config else "the command line"
     return Given(layer, source, plugins, hardware, notes)
+
+
+def _attention_of_kind(layer: Layer, plugins: PluginSet) -> None:
+    """``--attention-backend fa3``, other engines' word for both kinds of attention: the backend for this model's."""
+    path = "attention.use"
+    if not layer.origins.get(path, "").startswith("--attention-backend"):
+        return
+    asked = _get(layer.data, path)
+    try:
+        kind = plugins.read_model(str(layer.data.get("model", EMBEDDED))).facts.kind
+    except GlowplugError:
+        return  # which the plan says
+    if not plugins.find("attention", asked) and plugins.find("attention", f"{asked}_{kind}"):
+        set_path(layer.data, path, f"{asked}_{kind}")
 
 
 def command_line_layer(given: Sequence[tuple[Flag, str, Any]],

@@ -147,7 +147,9 @@ async def stop_profile(context: Server) -> Response:
 
 
 async def _command(context: Context, action: str, **arguments: Any) -> dict[str, Any]:
-    """What the engine answers. RequestError when it refuses, Unavailable when it does not answer."""
+    """What the engine answers. RequestError when it refuses, Unavailable while it loads and when it does not answer."""
+    if context.client.state == "starting":
+        raise Unavailable("the model is still loading", "starting")
     try:
         async with asyncio.timeout(CONTROL_SECONDS):
             return await context.client.control(action, **arguments)

@@ -148,9 +148,10 @@ def test_a_signal_while_loading_does_not_wait_for_the_weights() -> None:
 
 
 def test_the_port_answers_while_the_model_loads() -> None:
-    with served(FakeExecutor(load_seconds=1.0), ready=False) as one:
+    with served(FakeExecutor(load_seconds=4.0), ready=False) as one:
         assert httpx.get(one.url + "/health").json() == {"status": "starting"}
-        calls = (("GET", "/ready", None), ("GET", "/health_generate", None), ("POST", CHAT, ask("x")))
+        calls = (("GET", "/ready", None), ("GET", "/health_generate", None), ("POST", CHAT, ask("x")),
+                 ("POST", "/flush_cache", None), ("POST", "/start_profile", {}), ("POST", "/stop_profile", None))
         for method, path, body in calls:
             answer = httpx.request(method, one.url + path, json=body)
             assert answer.status_code == 503 and answer.json()["error"]["code"] == "starting"

@@ -37,7 +37,8 @@ PUBLISHED: list[tuple[list[str], dict[str, Any]]] = [
     (["--kv-cache-dtype", "fp8_e5m2"], {"attention": {"kv_dtype": "fp8_e5m2"}}),
     (["--disable-mla"], {"attention": {"use": "torch_mla", "absorb": False}}),
     (["--enable-flashinfer-mla"], {"attention": {"use": "flashinfer_mla"}}),
-    (["--attention-backend", "fa3"], {"attention": {"use": "fa3"}}),
+    (["--attention-backend", "fa3"], {"attention": {"use": "fa3_mla"}}),
+    (["--attention-backend", "flashmla"], {"attention": {"use": "flashmla"}}),
     (["--disable-cuda-graph"], {"graphs": {"use": "eager"}}),
     (["--cuda-graph-bs", "1", "2", "4"], {"graphs": {"use": "cuda_graph", "batch_sizes": [1, 2, 4]}}),
     (["--cuda-graph-max-bs", "8"], {"graphs": {"use": "cuda_graph", "max_batch": 8}}),
@@ -163,7 +164,7 @@ def test_flags_without_effect_are_decisions(plugins: PluginSet, v3: Path, words:
     (["--speculative-algorithm", "NGRAM"], {"speculative.use"}),
     (["--enable-ep-moe"], {"parallel.0.use"}),
     (["--enable-flashinfer-mla", "--kv-cache-dtype", "fp8_e5m2"], {"attention.use", "attention.kv_dtype", "dtype"}),
-    (["--attention-backend", "fa3"], {"attention.use"}),
+    (["--attention-backend", "fa4"], {"attention.use"}),
     (["--cuda-graph-max-bs", "8"], {"graphs.use"}),
     (["--schedule-policy", "dfs-weight"], {"policy.use"}),
     (["--tool-call-parser", "deepseekv3"], {"outputs.0.use"}),
@@ -221,3 +222,18 @@ def test_flags_fit_beside_a_commands_own(plugins: PluginSet) -> None:
     add_engine_options(parser)
     args = parser.parse_args(["--batch-size", "4", "--tp", "2"])
     assert args.batch_size == 4 and read_command_line(args, plugins).config["parallel"][0]["size"] == 2
+
+
+def test_one_word_for_a_library_is_the_backend_for_the_models_kind(plugins: PluginSet, v3: Path, llama: Path,
+                                                                   tmp_path: Path) -> None:
+    def asked(model: Path, name: str, *more: str) -> Any:
+        return given(plugins, "--model", str(model), "--attention-backend", name, *more).config["attention"]["use"]
+
+    for name in ("fa3", "triton", "torch"):
+        assert (asked(v3, name), asked(llama, name)) == (f"{name}_mla", f"{name}_mha")
+    assert asked(v3, "flashinfer") == "flashinfer_mla" and asked(llama, "flashinfer") == "flashinfer"
+    assert asked(llama, "fa3_mla") == "fa3_mla", "a name that there is stays, and the plan refuses it"
+    assert asked(tmp_path / "no-model", "fa3") == "fa3"
+    file = tmp_path / "engine.toml"
+    file.write_text(f'model = "{llama}"\n')
+    assert given(plugins, "--config", str(file), "--attention-backend", "fa3").config["attention"]["use"] == "fa3_mha"
