@@ -5,7 +5,6 @@ Operands are as in ``kernels/triton/fp8_gemm.py``. A library is looked for when 
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,12 +12,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-import glowplug.kernels
 from glowplug.core.errors import GlowplugError
 from glowplug.kernels.cards import unfit_for_libraries
+from glowplug.plugins.quantization import fp8_order
 
 BLOCK = 128
-CONFIGS = Path(str(glowplug.kernels.__file__)).parent / "configs"
 
 
 class Gemm(Protocol):
@@ -162,10 +160,6 @@ class Flashinfer(_Library):
 
 PROVIDERS: tuple[type[TritonGemm] | type[DeepGemm] | type[Cutlass] | type[Cublas] | type[Flashinfer], ...] = (
     TritonGemm, DeepGemm, Cutlass, Cublas, Flashinfer)
-FEW = 64
-#: orders for shapes that nobody has measured, up to FEW rows and above; compilers at first use come last
-UNMEASURED_FEW = ("triton",)
-UNMEASURED = ("cublas", "cutlass", "triton")
 
 
 class Providers:
@@ -200,17 +194,18 @@ class Providers:
         measured = self._measured.get(f"N={columns},K={depth}")
         if measured:
             yield min(measured, key=lambda entry: (abs(entry[0] - rows), -entry[0]))[1]
-        yield from (UNMEASURED_FEW if rows <= FEW else UNMEASURED)
+        yield from (fp8_order.UNMEASURED_FEW if rows <= fp8_order.FEW else fp8_order.UNMEASURED)
 
 
 def measured_table() -> Mapping[str, Mapping[str, str]]:
     """{"N=2112,K=7168": {rows: the fastest provider}} of the current card; empty where nobody has measured."""
-    path = provider_path()
-    found: Mapping[str, Mapping[str, str]] = json.loads(path.read_text()) if path.is_file() else {}
-    return found
+    return fp8_order.measured(_card())
 
 
 def provider_path() -> Path:
     """Where ``measured_table`` looks."""
-    card = torch.cuda.get_device_name().replace(" ", "_") if torch.cuda.is_available() else "cpu"
-    return CONFIGS / f"fp8_gemm,device_name={card}.json"
+    return fp8_order.FOLDER / fp8_order.table_name(_card())
+
+
+def _card() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from glowplug.core.component import CheckContext
 from glowplug.core.hookspecs import hookimpl
 from glowplug.core.plan import Decision
+from glowplug.kernels.cards import TILES
 from glowplug.kernels.triton import tuned
+from glowplug.plugins.quantization import fp8_order
 
 MADE_FOR = re.compile(r"device_name=(?P<card>[^,]+),.*triton=(?P<triton>[\d.]+)\.json")
 FIELD = "kernels.tables"
@@ -15,13 +17,15 @@ FIELD = "kernels.tables"
 
 @hookimpl
 def plan_remarks(context: CheckContext) -> list[Decision]:
-    """One remark for a plan on cards where Triton is installed, none otherwise."""
+    """Are tiles measured, and who multiplies: on cards that these kernels are made for, where Triton is installed."""
     version = context.facts.software.packages.get("triton", "")
-    cards = {device.name for device in context.facts.hardware.devices}
-    if context.values["device"] != "cuda" or not version or not cards:
+    devices = context.facts.hardware.devices
+    cards = {device.name for device in devices}
+    if context.values["device"] != "cuda" or not version or not cards or {device.compute for device in devices} - TILES:
         return []
     tables = made_for(path.name for path in tuned.FOLDER.glob("*.json"))
-    return [remark(cards, ".".join(version.split(".")[:2]), tables)]
+    multiplies = fp8_order.remark(context)
+    return [remark(cards, ".".join(version.split(".")[:2]), tables), *([multiplies] if multiplies else [])]
 
 
 def made_for(names: Iterable[str]) -> set[tuple[str, str]]:

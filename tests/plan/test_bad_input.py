@@ -18,7 +18,7 @@ from glowplug.core.plan import Decision, EnginePlan
 from glowplug.core.plugins import load_plugins
 from glowplug.core.resolve import plan as make_plan
 from glowplug.core.testing.fakes import write_model
-from glowplug.plugins.quantization import tuned_tables
+from glowplug.plugins.quantization import fp8_order, tuned_tables
 
 H200 = read_sheet("1xh200")
 LIBRARIES = {"sglang-kernel": "0.4.2.post2", "flashinfer-python": "0.6.11.post1", "sgl-deep-gemm": "0.1.0",
@@ -31,6 +31,7 @@ def card(name: str, compute: int, gigabytes: int) -> HardwareFacts:
 
 
 T4, L40S = card("Tesla T4", 75, 64), card("NVIDIA L40S", 89, 48)
+B200 = card("NVIDIA B200", 100, 180)
 A100, H100, H20 = card("NVIDIA A100-SXM4-80GB", 80, 80), card("NVIDIA H100", 90, 80), card("NVIDIA H20", 90, 96)
 
 
@@ -71,9 +72,9 @@ def test_a_backend_for_another_card_is_refused(make: Callable[..., EnginePlan], 
 
 def test_what_is_suggested_is_installed(make: Callable[..., EnginePlan]) -> None:
     """And nobody is told to install what would be refused for its card all the same."""
-    blackwell, asked = card("NVIDIA B200", 100, 180), {"attention": {"use": "flashmla"}}
-    assert refusals(make, asked, blackwell)["attention.use"].fix == 'attention.use = "triton_mla" or "torch_mla"'
-    without = refusals(make, asked, blackwell, packages=dict.fromkeys(LIBRARIES, ""))["attention.use"]
+    asked = {"attention": {"use": "flashmla"}}
+    assert refusals(make, asked, B200)["attention.use"].fix == 'attention.use = "triton_mla" or "torch_mla"'
+    without = refusals(make, asked, B200, packages=dict.fromkeys(LIBRARIES, ""))["attention.use"]
     assert without.fix == 'attention.use = "torch_mla"'
 
 
@@ -113,15 +114,14 @@ def test_quantized_products_need_a_card_that_they_are_made_for(make: Callable[..
 ])
 def test_libraries_are_named_on_the_cards_that_they_are_called_on(make: Callable[..., EnginePlan], name: str,
                                                                   option: str, value: str) -> None:
-    blackwell = card("NVIDIA B200", 100, 180)
     asked = {"quantization": {"use": name, option: value}}
-    found = refusals(make, asked, blackwell)
+    found = refusals(make, asked, B200)
     assert list(found) == [f"quantization.{option}"]
     refusal = found[f"quantization.{option}"]
     assert f"{value} is called on SM90" in refusal.reason and "SM100" in refusal.reason
     assert refusal.fix == f'quantization.{option} = "auto"' and make(asked).choice("quantization").name == name
     for own in ("auto", "triton"):
-        assert make({"quantization": {"use": name, option: own}}, blackwell).choice("quantization").name == name
+        assert make({"quantization": {"use": name, option: own}}, B200).choice("quantization").name == name
 
 
 def test_int4_needs_the_same(make: Callable[..., EnginePlan], tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ class TestTunedTables:
         found = decision(make(), tuned_tables.FIELD)
         assert found.value == "measured" and "NVIDIA H200 with Triton 3.6" in found.why
 
-    @pytest.mark.parametrize("hardware", [H100, H20, A100])
+    @pytest.mark.parametrize("hardware", [H100, H20, B200])
     def test_tables_of_another_card_are_replaced_by_rules(self, make: Callable[..., EnginePlan],
                                                           hardware: HardwareFacts) -> None:
         found = decision(make(hardware=hardware), tuned_tables.FIELD)
@@ -257,8 +257,31 @@ class TestTunedTables:
         assert found.value == "rules" and "Triton 3.7" in found.why
 
     def test_nothing_is_said_where_no_table_could_be_used(self, make: Callable[..., EnginePlan]) -> None:
-        plan = make(packages=dict.fromkeys(LIBRARIES, ""))
-        assert not [found for found in plan.decisions if found.field == tuned_tables.FIELD]
+        for plan in (make(packages=dict.fromkeys(LIBRARIES, "")), make(hardware=A100)):
+            assert not [found for found in plan.decisions if found.field == tuned_tables.FIELD]
+
+    def test_who_multiplies_is_said(self, make: Callable[..., EnginePlan]) -> None:
+        fp8 = {"quantization": {"use": "block_fp8"}}
+        found = decision(make(fp8), fp8_order.FIELD)
+        assert (found.value, found.by) == ("by shape", "facts") and "measured fastest on NVIDIA H200" in found.why
+        assert "of triton, deep_gemm, cutlass, flashinfer, cublas; for others triton up to 64 rows" in found.why
+        without = decision(make(fp8, packages={**LIBRARIES, "sgl-deep-gemm": ""}), fp8_order.FIELD)
+        assert "of triton, cutlass, flashinfer, cublas (not installed: deep_gemm)" in without.why
+        other = decision(make(fp8, H100), fp8_order.FIELD)
+        assert other.value == "rules" and "nobody was measured on NVIDIA H100" in other.why
+        assert decision(make(fp8, B200), fp8_order.FIELD).value == "triton"
+        named = decision(make({"quantization": {"use": "block_fp8", "gemm": "cutlass"}}), fp8_order.FIELD)
+        assert (named.value, named.by) == ("cutlass", "operator")
+
+    def test_what_is_said_of_who_multiplies_is_what_runs(self) -> None:
+        pytest.importorskip("triton")
+        from glowplug.plugins.quantization import fp8_gemm
+
+        providers = fp8_gemm.Providers("auto", {})
+        assert tuple(providers._order(fp8_order.FEW, 512, 512)) == fp8_order.UNMEASURED_FEW
+        assert tuple(providers._order(fp8_order.FEW + 1, 512, 512)) == fp8_order.UNMEASURED
+        assert fp8_gemm.provider_path().parent == fp8_order.FOLDER
+        assert len(fp8_order.measured("NVIDIA H200")) >= 5
 
     def test_file_names_are_those_that_kernels_look_for(self) -> None:
         pytest.importorskip("triton")
