@@ -23,7 +23,7 @@ from glowplug.kernels import awq as layout
 from glowplug.kernels.triton import awq_gemm, moe_gemm_awq
 from glowplug.kernels.triton.moe_sum import moe_sum
 from glowplug.plugins.quantization.awq_runtime import Awq, Put, Source
-from glowplug.plugins.quantization.dense import DenseLinear, expert_slices, linear_slices
+from glowplug.plugins.quantization.dense import Biased, expert_slices, linear_slices
 from glowplug.plugins.quantization.dense_cuda import shared_slices
 
 if TYPE_CHECKING:
@@ -77,16 +77,17 @@ class Packed:
         self.factors[number, :, columns].copy_(factors)
 
 
-class AwqLinearCuda(DenseLinear):
+class AwqLinearCuda(Biased):
     """``LinearMethod``. ``least``: rows from which the weight is dequantised first."""
 
+    input_format = "plain"
+
     def __init__(self, shape: LinearShape, dtype: torch.dtype, device: str, source: Source, least: int) -> None:
-        self.shape, self._dtype, self._source, self._least = shape, dtype, source, least
-        columns = sum(shape.outputs)
-        self._held = Packed(1, columns, shape.inputs, source, dtype, device)
+        super().__init__(shape, dtype, device)
+        self._dtype, self._source, self._least = dtype, source, least
+        self._held = Packed(1, sum(shape.outputs), shape.inputs, source, dtype, device)
         self._group = self._held.weights.group
         self.weight, self.factors = self._held.packed[0], self._held.factors[0]
-        self.bias = torch.empty(columns, dtype=dtype, device=device) if shape.bias else None
 
     def targets(self) -> Iterator[WeightTarget]:
         for name, full, index, span in linear_slices(self.shape):

@@ -33,7 +33,7 @@ from glowplug.plugins.quantization.block_fp8_weights import (
     blocks,
     whole_blocks,
 )
-from glowplug.plugins.quantization.dense import PARTS13, DenseLinear, expert_slices, linear_slices
+from glowplug.plugins.quantization.dense import PARTS13, Biased, expert_slices, linear_slices
 from glowplug.plugins.quantization.fp8_gemm import Providers
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def quantized(x: Tensor | Quantized) -> tuple[Tensor, Tensor]:
     return x.values, x.scales
 
 
-class Fp8LinearCuda(DenseLinear):
+class Fp8LinearCuda(Biased):
     """``LinearMethod``. Fused parts keep their own block grids: one grid where every part but the last is whole blocks,
     otherwise a row of scales for each row of the weight.
 
@@ -80,7 +80,8 @@ class Fp8LinearCuda(DenseLinear):
     input_format = FORMAT
 
     def __init__(self, shape: LinearShape, dtype: torch.dtype, device: str, native: bool, providers: Providers) -> None:
-        self.shape, self._dtype, self._native, self._providers = shape, dtype, native, providers
+        super().__init__(shape, dtype, device)
+        self._dtype, self._native, self._providers = dtype, native, providers
         self.columns, depth = sum(shape.outputs), shape.inputs
         if shape.col_start % BLOCK:
             raise ValueError(f"{shape.name}: a slice from column {shape.col_start} cuts blocks of {BLOCK}")
@@ -90,7 +91,6 @@ class Fp8LinearCuda(DenseLinear):
         self.padded[self.columns :].zero_()
         self.weight = self.padded[: self.columns]
         self.scales = torch.empty(self.columns if self._by_row else blocks(self.columns), blocks(depth), device=device)
-        self.bias = torch.empty(self.columns, dtype=dtype, device=device) if shape.bias else None
 
     def targets(self) -> Iterator[WeightTarget]:
         for name, full, index, span in linear_slices(self.shape):
@@ -140,7 +140,8 @@ class Fp8ExpertsCuda:
         self.w13 = torch.empty(self.count, 2 * self.inter, shape.hidden, **kind)
         self.w2 = torch.empty(self.count, shape.hidden, self.inter, **kind)
         if self.inter != shape.inter:
-            self.w13.zero_(), self.w2.zero_()
+            self.w13.zero_()
+            self.w2.zero_()
         self.scales13 = torch.ones(self.count, 2 * self.inter // BLOCK, blocks(shape.hidden), device=device)
         self.scales2 = torch.ones(self.count, blocks(shape.hidden), self.inter // BLOCK, device=device)
 

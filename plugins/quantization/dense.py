@@ -24,23 +24,12 @@ def linear_slices(shape: LinearShape) -> Iterator[tuple[str, tuple[int, int], tu
         begin += size
 
 
-class DenseLinear:
-    """The weight, input-major: [inputs, sum(outputs)].
-
-    NOTE: input-major because a CPU multiplies one to sixteen rows by it up to twice as fast.
-    """
-
-    input_format = "plain"
+class Biased:
+    """What every ``LinearMethod`` here has, however it keeps its weight: the bias [sum(outputs)], or None."""
 
     def __init__(self, shape: LinearShape, dtype: torch.dtype, device: str) -> None:
         self.shape = shape
-        self.weight = torch.empty(shape.inputs, sum(shape.outputs), dtype=dtype, device=device)
         self.bias = torch.empty(sum(shape.outputs), dtype=dtype, device=device) if shape.bias else None
-
-    def targets(self) -> Iterator[WeightTarget]:
-        for name, full, index, span in linear_slices(self.shape):
-            yield Target(f"{name}.weight", full, self.weight.t()[span], index)
-        yield from self.bias_targets()
 
     def bias_targets(self) -> Iterator[WeightTarget]:
         if self.bias is None:
@@ -51,6 +40,24 @@ class DenseLinear:
     def finalize(self) -> None:
         if self.bias is not None and self.shape.col_start > 0:
             self.bias.zero_()  # partial sums over columns are added up: the first rank alone brings the bias
+
+
+class DenseLinear(Biased):
+    """The weight, input-major: [inputs, sum(outputs)].
+
+    NOTE: input-major because a CPU multiplies one to sixteen rows by it up to twice as fast.
+    """
+
+    input_format = "plain"
+
+    def __init__(self, shape: LinearShape, dtype: torch.dtype, device: str) -> None:
+        super().__init__(shape, dtype, device)
+        self.weight = torch.empty(shape.inputs, sum(shape.outputs), dtype=dtype, device=device)
+
+    def targets(self) -> Iterator[WeightTarget]:
+        for name, full, index, span in linear_slices(self.shape):
+            yield Target(f"{name}.weight", full, self.weight.t()[span], index)
+        yield from self.bias_targets()
 
     def apply(self, x: Tensor | Quantized) -> Tensor:
         values = x.values if isinstance(x, Quantized) else x

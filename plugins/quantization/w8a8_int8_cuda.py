@@ -28,7 +28,7 @@ from glowplug.kernels import int8
 from glowplug.kernels.cards import unfit_for_libraries
 from glowplug.kernels.triton import int8_gemm, int8_quant, moe_gemm_int8
 from glowplug.kernels.triton.moe_sum import moe_sum
-from glowplug.plugins.quantization.dense import DenseLinear, expert_slices, linear_slices
+from glowplug.plugins.quantization.dense import Biased, expert_slices, linear_slices
 from glowplug.plugins.quantization.dense_cuda import shared_slices
 from glowplug.plugins.quantization.w8a8_int8_runtime import Put, Source, W8A8Int8
 
@@ -97,17 +97,16 @@ def quantized(x: Tensor | Quantized) -> tuple[Tensor, Tensor]:
     return x.values, x.scales
 
 
-class Int8LinearCuda(DenseLinear):
+class Int8LinearCuda(Biased):
     """``LinearMethod``. weight int8 [N, K] and scales float32 [N], fused parts behind one another."""
 
     input_format = FORMAT
 
     def __init__(self, shape: LinearShape, dtype: torch.dtype, device: str, source: Source, multiply: Multiply) -> None:
-        self.shape, self._dtype, self._source, self._multiply = shape, dtype, source, multiply
-        columns = sum(shape.outputs)
-        self.weight = torch.empty(columns, shape.inputs, dtype=torch.int8, device=device)
-        self.scales = torch.empty(columns, device=device)
-        self.bias = torch.empty(columns, dtype=dtype, device=device) if shape.bias else None
+        super().__init__(shape, dtype, device)
+        self._dtype, self._source, self._multiply = dtype, source, multiply
+        self.weight = torch.empty(sum(shape.outputs), shape.inputs, dtype=torch.int8, device=device)
+        self.scales = torch.empty(sum(shape.outputs), device=device)
 
     def targets(self) -> Iterator[WeightTarget]:
         for name, full, index, span in linear_slices(self.shape):
