@@ -165,7 +165,8 @@ def parse(raw: Mapping[str, Any], plugins: PluginSet, model: type[EngineConfig],
         except ValidationError as error:
             found = [explain(problem, data, plugins, model, origins) for problem in error.errors(include_url=False)]
             for one in _outermost(found):
-                if one.refusal not in refusals:
+                emptied = any(before.field.startswith(f"{one.refusal.field}.") for before in refusals)
+                if one.refusal not in refusals and not emptied:  # a list without its wrong items is not to blame
                     refusals.append(one.refusal)
                 if one.slot:
                     unknown[one.slot] = one.name
@@ -312,6 +313,8 @@ def _drop(data: dict[str, Any], path: Sequence[str | int]) -> None:
         return
     holder: Any = data
     for depth, part in enumerate(path[:-1]):
+        if isinstance(holder, dict) and part not in holder:
+            return  # it went as a whole, for another of its items
         if isinstance(holder[part], list) and (depth or part not in _LISTS):
             holder.pop(part)
             return

@@ -55,6 +55,12 @@ def test_what_leaves_nothing_to_capture_is_refused(refused: Any, config: dict[st
     assert reason in found[field].reason and fix in found[field].fix
 
 
+@pytest.mark.parametrize("sizes", [[0], [0, 0], ["big"]])
+def test_a_list_of_wrong_sizes_is_refused_once_for_each(refused: Any, sizes: list[Any]) -> None:
+    found = refused({"dtype": "bfloat16", "graphs": {"use": "cuda_graph", "batch_sizes": sizes}}, hardware=H200)
+    assert list(found) == [f"graphs.batch_sizes.{at}" for at in range(len(sizes))]
+
+
 def test_a_machine_without_a_card_is_the_one_reason(refused: Any, cpu: Any) -> None:
     found = refused({"graphs": {"use": "cuda_graph", "batch_sizes": [1, 2]}}, hardware=cpu)
     assert list(found) == ["graphs.use"]
