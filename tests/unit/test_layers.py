@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from glowplug.core.batch import Batch, StepShape
 from glowplug.core.facts import ModelFacts
 from glowplug.core.facts_read import model_facts, normalise
 from glowplug.core.layers.linear import Both, Linear, Part, agreed_format, both_formats, caster, producer
 from glowplug.core.layers.module import Module, Target, part_of
 from glowplug.core.layers.rope import RopeConfig
-from glowplug.core.protocols import ExpertExchange, LinearShape, Parts, Quantized, Shard
+from glowplug.core.protocols import LinearShape, Parts, Quantized, Shard
 from glowplug.core.testing.build import Stepper, build_context, build_model
+from glowplug.plugins.parallel.unsplit import Unsplit
 from tests.tiny import CONFIGS
 
 
@@ -41,7 +41,7 @@ class Ring:
         return taken
 
 
-class Rank:
+class Rank(Unsplit):
     """One rank's ``ParallelStrategy`` and ``Collectives``: tensor parallel, experts by number or by width."""
 
     def __init__(self, ring: Ring, rank: int, experts_by_number: bool) -> None:
@@ -60,18 +60,6 @@ class Rank:
         summed = role in {"row", "experts", "expert_width"}
         return Shard(start, min(per_rank, full - start), full, reduce=summed, gather=not summed,
                      parts=self.ring.size)
-
-    def agree(self, local: StepShape) -> StepShape:
-        return local
-
-    def enter_attention(self, x: Tensor, batch: Batch) -> Tensor:
-        return x
-
-    def leave_attention(self, x: Tensor, batch: Batch) -> Tensor:
-        return x
-
-    def expert_exchange(self, name: str, experts: int) -> ExpertExchange | None:
-        return None
 
     def all_reduce(self, x: Tensor, axis: str) -> Tensor:
         return torch.stack(self.ring.exchange(self.rank, x)).sum(0)
