@@ -48,7 +48,7 @@ async def _run(args: argparse.Namespace) -> int:
     server = await _look(target, args)
     failed = 0
     for concurrency, count in _sweep(args):
-        prompts = await _prompts(args, target, server, count)
+        prompts = _prompts(args, server, count)
         record, outcomes = await _measure_one(args, target, server, prompts, concurrency)
         server = replace(server, info=await _info(target))
         failed += record["failed"]
@@ -127,7 +127,7 @@ async def _json(target: Target, path: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-async def _prompts(args: argparse.Namespace, target: Target, server: Server, count: int) -> list[datasets.Prompt]:
+def _prompts(args: argparse.Namespace, server: Server, count: int) -> list[datasets.Prompt]:
     encode, decode, vocab = (datasets.file_tokenizer(args.tokenizer) if args.tokenizer else (None, None, None))
     if args.dataset_name == "custom":
         if not args.dataset_path:

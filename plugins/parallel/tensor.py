@@ -8,7 +8,6 @@ from pydantic import Field
 
 from glowplug.core.component import CheckContext, Component
 from glowplug.core.errors import Refusal
-from glowplug.core.facts import ModelFacts
 from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import ParallelOffers, QuantizationOffers
 from glowplug.core.options import ParallelOptions, QuantizationOptions
@@ -40,7 +39,7 @@ def check_tensor(context: CheckContext) -> Iterator[Refusal]:
             return
         if found:
             fix = _fix(f"parallel.{place}.size", fitting_sizes(model, mesh, block), mesh)
-            reasons = [_reason(split, mesh, block, model) for split in found]
+            reasons = [_reason(split, mesh, block) for split in found]
             yield from (Refusal(NAME, f"parallel.{place}.size", reason, fix)
                         for reason in reasons if reason not in said)
             said.update(reasons)
@@ -55,7 +54,7 @@ def kept_block(context: CheckContext) -> int:
     return 1
 
 
-def _reason(split: Split, mesh: dict[str, int], block: int, model: ModelFacts) -> str:
+def _reason(split: Split, mesh: dict[str, int], block: int) -> str:
     parts = split.parts(mesh)
     what = f"{split.layer}: {split.dimension} of {split.full}"
     if split.role == "vocab":

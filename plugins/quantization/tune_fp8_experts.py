@@ -14,7 +14,7 @@ class Fp8ExpertsTuner:
     """``core/tuning.py``'s ``TableTuner``."""
 
     def __init__(self, plan: EnginePlan) -> None:
-        self._plan = plan
+        """Layers' shapes say all; of ``plan`` nothing is read."""
 
     def tables(self, shapes: LayerShapes, rows: tuple[int, ...]) -> list[TuneTable]:
         found = {}
