@@ -7,7 +7,7 @@ missing chunk or a lost token raises :class:`CacheFault` or changes the output. 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,7 +89,6 @@ class RowState:
     last: int = 0
     state: int = START
     begun: bool = False
-    history: list[int] = field(default_factory=list)
 
 
 class FakeModel:
