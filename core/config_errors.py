@@ -183,7 +183,7 @@ def _wrong_value(path: tuple[str | int, ...], problem: ErrorDetails, where: str)
     value = problem["input"]
     shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
     if path and str(path[-1]) in ("api_key", "admin_api_key"):
-        shown = "a value"
+        shown = "given"
     message = problem["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
     expected = str(problem.get("ctx", {}).get("expected", ""))

@@ -154,8 +154,9 @@ class MemoryOptions(Section):
 class ServerOptions(Section):
     host: str = Field("127.0.0.1", description="address the HTTP listener binds; nothing else listens")
     port: int = Field(30000, ge=0, le=65535, description="0: a free one")
-    api_key: str | None = Field(None, description="required from clients as a bearer token")
-    admin_api_key: str | None = Field(None, description="required for admin routes; None: api_key opens them")
+    api_key: str | None = Field(None, min_length=1, description="required from clients as a bearer token")
+    admin_api_key: str | None = Field(None, min_length=1,
+                                      description="required for admin routes; None: api_key opens them")
     served_model_name: str | None = Field(None, description="name in /v1/models; None: the model as configured")
     max_body_bytes: int = Field(32 << 20, ge=1024, description="a longer request body is answered 413")
     max_prompt_bytes: int | None = Field(None, ge=1, description="None: 16 bytes a token of context")

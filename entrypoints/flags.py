@@ -79,13 +79,23 @@ class _Given(argparse.Action):
         namespace.engine_flags = [*given, (self.flag, option_string or self.flag.names[0], value)]
 
 
+class _Once(argparse.Action):
+    """A value that a second one does not replace in silence."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
+                 option_string: str | None = None) -> None:
+        if getattr(namespace, self.dest, None) is not None:
+            raise argparse.ArgumentError(self, "given twice")
+        setattr(namespace, self.dest, values)
+
+
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Every engine flag, ``--set``, ``--config``, ``--facts``, ``--plugin``, ``--block-plugin``."""
     group = parser.add_argument_group("engine")
-    group.add_argument("--config", metavar="FILE", help="configuration in TOML, YAML or JSON")
+    group.add_argument("--config", action=_Once, metavar="FILE", help="configuration in TOML, YAML or JSON")
     group.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", dest="overrides",
                        help="set any configuration field")
-    group.add_argument("--facts", metavar="SHEET",
+    group.add_argument("--facts", action=_Once, metavar="SHEET",
                        help=f"plan for another machine: a file, or {', '.join(sheet_names())}")
     group.add_argument("--plugin", action="append", default=[], metavar="MODULE", dest="extra_plugins",
                        help="load one more plugin module")
@@ -210,14 +220,13 @@ def _shown(value: Any) -> str:
 
 
 def _assign(layer: Layer, path: str, value: Any, shown: str) -> None:
-    """Set one field; a second, different value from another flag is a refusal naming both."""
+    """Set one field; a second, different value is a refusal naming both."""
     if path in ("parallel[tensor].size", "parallel[dp_attention].size", "parallel[ep_moe].size") and value == 1:
         return  # NOTE: one rank is what no parallel section means, and published commands write --tp 1
     path = _resolve_item(layer, path, shown)
     before = layer.origins.get(path)
     if before is not None and _get(layer.data, path) != value:
-        layer.refusals.append(Refusal("config", path, f"{before} and {shown} contradict each other",
-                                      "write one of them"))
+        layer.refusals.append(_contradiction(path, before, shown))
         return
     set_path(layer.data, path, value)
     layer.origins[path] = shown
@@ -250,11 +259,20 @@ def _override(layer: Layer, override: str) -> None:
     try:
         if not equals:
             raise ValueError("expected A.B=VALUE")
-        set_path(layer.data, path, literal(text.strip()))
+        value, before = literal(text.strip()), layer.origins.get(path)
+        if before is not None and _get(layer.data, path) != value:
+            layer.refusals.append(_contradiction(path, before, f"--set {path}"))
+            return
+        set_path(layer.data, path, value)
     except ValueError as error:
         layer.refusals.append(Refusal("config", f"--set {path}", str(error), "--set section.key=value"))
         return
     layer.origins[path] = f"--set {path}"
+
+
+def _contradiction(path: str, before: str, now: str) -> Refusal:
+    what = f"{before} and {now} contradict each other" if before != now else f"{now} is given twice, differently"
+    return Refusal("config", path, what, "write one of them")
 
 
 def literal(text: str) -> Any:

@@ -66,7 +66,13 @@ def test_a_message_reads_as_promised(planned) -> None:
 def test_a_secret_is_never_in_a_message(planned) -> None:
     with pytest.raises(ConfigError) as caught:
         planned({"server": {"api_key": ["very-secret"]}})
-    assert "very-secret" not in str(caught.value)
+    assert "very-secret" not in str(caught.value) and "the value given should be a valid string" in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["api_key", "admin_api_key"])
+def test_an_empty_key_does_not_leave_the_server_open(planned, refused, key: str) -> None:
+    assert refused({"server": {key: ""}})[f"server.{key}"].fix == f"write text for server.{key}"
+    assert planned({"server": {key: "k"}})
 
 
 def test_the_parsed_configuration_is_frozen(plugins: PluginSet, v3: Path) -> None:

@@ -149,6 +149,23 @@ def test_contradictions_name_both_flags(plugins: PluginSet) -> None:
     assert not given(plugins, "--disable-mla", "--attention-backend", "torch_mla").layer.refusals
 
 
+def test_set_contradicts_as_a_flag_does(plugins: PluginSet) -> None:
+    rows = "scheduler.max_running_requests"
+    for words in (["--max-running-requests", "5", "--set", f"{rows}=6"], ["--set", f"{rows}=5", "--set", f"{rows}=6"]):
+        found = given(plugins, *words).layer
+        assert [(r.field, r.fix) for r in found.refusals] == [(rows, "write one of them")]
+        assert f"--set {rows}" in found.refusals[0].reason
+    same = given(plugins, "--max-running-requests", "5", "--set", f"{rows}=5").layer
+    assert not same.refusals and same.data["scheduler"] == {"max_running_requests": 5}
+
+
+@pytest.mark.parametrize("name", ["--config", "--facts"])
+def test_files_are_given_once(plugins: PluginSet, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    with pytest.raises(SystemExit):
+        given(plugins, name, "a", name, "b")
+    assert f"{name}: given twice" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", [["--disable-cuda-graph", "--cuda-graph-max-bs", "1"],
                                    ["--cuda-graph-bs", "1", "2", "--disable_cuda_graph"],
                                    ["--disable-piecewise-cuda-graph", "--piecewise-cuda-graph-max-tokens", "64"],
