@@ -246,9 +246,12 @@ def _nothing_fits(slot: Slot, failed: list[Refusal]) -> Refusal:
                        "load a plugin that registers one (glowplug plugins lists what is there)")
     if len(failed) == 1:
         return failed[0]
-    # NOTE: a candidate refused for an option of the operator's (a dtype, a page size) fits once that is changed.
+    # NOTE: a candidate refused for an option of the operator's (a dtype, a page size) fits once that is changed; a fix
+    # that is another candidate helps nobody where that one does not fit either.
     use = f"{slot.section}.use"
-    best = next((refusal for refusal in failed if refusal.field != use), failed[-1])
+    whole = [refusal for refusal in failed
+             if not any(f'{use} = "{other.by}"' in refusal.fix for other in failed if other.by != refusal.by)]
+    best = next((refusal for refusal in failed if refusal.field != use), (whole or failed[-1:])[0])
     reason = "; ".join(refusal.reason for refusal in failed)
     return Refusal("choose", best.field, f"no {slot.name} component fits: {reason}", best.fix)
 

@@ -135,6 +135,18 @@ def test_int4_needs_the_same(make: Callable[..., EnginePlan], tmp_path: Path) ->
         assert make(kept, hardware, packages).choice("quantization").name == "awq"
 
 
+def test_a_checkpoint_in_fp8_on_a_card_that_is_not_for_it(make: Callable[..., EnginePlan], tmp_path: Path) -> None:
+    """Nobody asked for a scheme: the fix is the one that reads this checkpoint, and holds."""
+    stated = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config = {**msgspec.json.decode(LITE.read_bytes()), "quantization_config": stated}
+    model = {"model": str(write_model(tmp_path / "fp8", config))}
+    found = refusals(make, model, A100)["quantization.use"]
+    assert "block_fp8 multiplies by kernels made for SM90, 100, 103; 1 x NVIDIA A100-SXM4-80GB has SM80" in found.reason
+    assert found.fix.startswith('quantization.use = "block_fp8" with quantization.activations = "none"')
+    followed = {**model, "quantization": {"use": "block_fp8", "activations": "none"}}
+    assert make(followed, A100).choice("quantization").name == "block_fp8"
+
+
 @pytest.mark.parametrize(("name", "without"), [("block_fp8", {"activations": "none"}),
                                                ("w8a8_int8", {"activations": "none"})])
 @pytest.mark.parametrize("version", ["", "2.3.1"])
