@@ -15,7 +15,7 @@ IGNORED = frozenset({
     "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls", "tool_choice", "spaces_between_special_tokens",
     "detokenize", "stream_interval"})
 
-_LATER = "is not supported yet"
+_LATER = "is not supported yet; leave it out"
 _NEVER = "is refused: a request cannot bring code or tensors"
 
 #: Field -> why it is refused. None, false, "" and empty lists or objects mean "not asked for".

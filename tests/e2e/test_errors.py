@@ -106,7 +106,7 @@ FIELDS: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"request_id": "a b\n[INFO] forged"}, "request_id", "pattern"),
     (CHAT, {"cache_salt": "x" * 300}, "cache_salt", "at most 256"),
     (CHAT, {"priority": 2**40}, "priority", "less"),
-    (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "not supported yet"),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "not supported yet; leave it out"),
     (CHAT, {"tool_choice": "required"}, "tool_choice", "not supported yet"),
     (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
     (CHAT, {"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "not supported yet"),
