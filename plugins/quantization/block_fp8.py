@@ -18,6 +18,7 @@ METHOD = "fp8"  #: the checkpoint's ``quant_method``
 #: packages of the libraries that ``gemm`` and ``experts`` name
 LIBRARIES = {"triton": ("triton",), "deep_gemm": DEEP_GEMM, "cutlass": ("sglang-kernel",),
              "flashinfer": ("flashinfer-python",)}
+HALVES = frozenset({"cutlass", "cublas"})  #: who makes results in 16 bits alone
 
 
 class BlockFp8Options(QuantizationOptions):
@@ -43,6 +44,7 @@ def check_block_fp8(context: CheckContext) -> Iterator[Refusal]:
     if context.options.activations != "none":
         yield from check_triton(context, "block_fp8", 'activations = "none"')
         yield from check_libraries(context, "block_fp8")
+        yield from _results(context)
     model = context.facts.model
     if model.quant_method != METHOD:
         return
@@ -58,6 +60,14 @@ def check_block_fp8(context: CheckContext) -> Iterator[Refusal]:
         yield Refusal(by, "quantization.activations", "the checkpoint asks for activations of scheme "
                       f"{stated['activation_scheme']!r}; block_fp8 knows dynamic scales",
                       'quantization.activations = "dynamic" (or "none")')
+
+
+def _results(context: CheckContext) -> Iterator[Refusal]:
+    """A library that was named must make results in the compute dtype."""
+    gemm, dtype = context.options.gemm, context.values["dtype"]
+    if context.values["device"] == "cuda" and gemm in HALVES and dtype == "float32":
+        yield Refusal("block_fp8", "quantization.gemm", f"{gemm} makes results in 16 bits alone, the dtype is {dtype}",
+                      'quantization.gemm = "auto" (or dtype = "bfloat16")')
 
 
 @hookimpl

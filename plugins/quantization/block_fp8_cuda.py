@@ -50,7 +50,7 @@ class BlockFp8Cuda(BlockFp8):
 
     def __init__(self, options: BlockFp8Options, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
-        self._providers = Providers(options.gemm)
+        self._providers = Providers(options.gemm, dtype=self._dtype)
         self._grouped = fp8_grouped.Grouped(options.experts)
 
     def linear(self, shape: LinearShape) -> LinearMethod:

@@ -15,6 +15,7 @@ from torch import Tensor
 from glowplug.core.errors import GlowplugError
 from glowplug.kernels.cards import unfit_for_libraries
 from glowplug.plugins.quantization import fp8_order
+from glowplug.plugins.quantization.block_fp8 import HALVES
 
 BLOCK = 128
 
@@ -163,10 +164,13 @@ PROVIDERS: tuple[type[TritonGemm] | type[DeepGemm] | type[Cutlass] | type[Cublas
 
 
 class Providers:
-    """Picks who multiplies a shape: ``wanted`` by name, or "auto": by the card's table of measurements."""
+    """Picks who multiplies a shape with results in ``dtype``: ``wanted`` by name, or "auto": by the card's table of
+    measurements."""
 
-    def __init__(self, wanted: str = "auto", table: Mapping[str, Mapping[str, str]] | None = None) -> None:
+    def __init__(self, wanted: str = "auto", table: Mapping[str, Mapping[str, str]] | None = None,
+                 dtype: torch.dtype = torch.bfloat16) -> None:
         self._all: dict[str, Gemm] = {provider.name: provider() for provider in PROVIDERS}
+        self._whole = dtype.itemsize > 2
         self._wanted = wanted
         self._measured = {problem: sorted((int(rows), name) for rows, name in row.items())
                           for problem, row in (measured_table() if table is None else table).items()}
@@ -180,7 +184,8 @@ class Providers:
         shape = (rows, columns, depth)
         if shape not in self._picked:
             self._picked[shape] = next(found for name in self._order(*shape) if (found := self._all[name])
-                                       and not found.missing() and found.fits(*shape))
+                                       and not (self._whole and name in HALVES) and not found.missing()
+                                       and found.fits(*shape))
         return self._picked[shape]
 
     def any_shape(self) -> Gemm:

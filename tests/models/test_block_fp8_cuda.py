@@ -21,6 +21,8 @@ from glowplug.core.protocols import ExpertsShape, LinearShape, Quantized  # noqa
 from glowplug.kernels import fp8  # noqa: E402
 from glowplug.kernels.activation import silu_and_mul  # noqa: E402
 from glowplug.kernels.triton import fp8_quant  # noqa: E402
+from glowplug.plugins.quantization import fp8_gemm  # noqa: E402
+from glowplug.plugins.quantization.block_fp8 import HALVES  # noqa: E402
 from glowplug.plugins.quantization.block_fp8_cuda import Fp8ExpertsCuda, Fp8LinearCuda  # noqa: E402
 from glowplug.plugins.quantization.fp8_gemm import Providers  # noqa: E402
 from glowplug.plugins.quantization.fp8_grouped import Grouped  # noqa: E402
@@ -154,6 +156,31 @@ def mixture(checkpoint: Checkpoint, x: Tensor, ids: Tensor, weights: Tensor, sha
         if shared:
             out[token] += expert("m.shared_experts", row)[0]
     return out
+
+
+@pytest.mark.parametrize("wanted", ["auto", "cublas"])
+def test_who_makes_16_bits_is_not_asked_for_float32(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For shapes that somebody measured and for others, wherever every library is installed."""
+    monkeypatch.setattr(fp8_gemm._Library, "missing", lambda self: "")
+    table = {"N=512,K=512": {"64": "cutlass", "512": "cublas"}}
+    for rows, columns in ((1, 512), (64, 512), (512, 512), (512, 768)):
+        assert Providers(wanted, table, torch.float32).pick(rows, columns, 512).name not in HALVES
+    assert {Providers("auto", table, dtype).pick(64, 512, 512).name for dtype in (torch.float16, torch.bfloat16)} == {
+        "cutlass"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_float32_by_whoever_is_measured(tokens: int) -> None:
+    checkpoint = Checkpoint(True, seed=tokens)
+    checkpoint.add("m", 512, 512)
+    shape = LinearShape("m", ("m",), (512,), 512, (0,), 0, ((512, 512),))
+    method = Fp8LinearCuda(shape, torch.float32, DEVICE, True, Providers(dtype=torch.float32))
+    checkpoint.load(method)
+    x = checkpoint.randn(tokens, 512).to(DEVICE)
+    found = method.apply(x)
+    assert found.dtype is torch.float32
+    near(found.to(DTYPE), fp8.fake_quantize_tokens(x.float()) @ checkpoint.dense["m"].to(DEVICE).t())
 
 
 @pytest.mark.gpu

@@ -186,6 +186,15 @@ def test_a_missing_library_that_products_were_given_to(make: Callable[..., Engin
     assert make({"quantization": {"use": scheme, option: "auto"}}, packages=without).choice("quantization")
 
 
+@pytest.mark.parametrize("gemm", ["cutlass", "cublas"])
+def test_a_library_that_makes_16_bits_is_refused_for_float32(make: Callable[..., EnginePlan], gemm: str) -> None:
+    scheme = {"use": "block_fp8", "gemm": gemm}
+    found = refusals(make, {"quantization": scheme, "dtype": "float32"})["quantization.gemm"]
+    assert "16 bits alone" in found.reason and 'quantization.gemm = "auto"' in found.fix
+    assert make({"quantization": {**scheme, "gemm": "auto"}, "dtype": "float32"}).choice("quantization")
+    assert make({"quantization": scheme, "dtype": "bfloat16"}).choice("quantization")
+
+
 def test_every_library_that_a_component_can_use_is_looked_for() -> None:
     """Else the plan would count on less than what runs."""
     assert {"sgl-deep-gemm", "deep-gemm", "sglang-kernel", "flashinfer-python"} <= load_plugins().packages
