@@ -32,6 +32,9 @@ from glowplug.core.sizing import human
 from glowplug.core.warmup import FEW_PAGES, most_captured, most_logits, most_passed, most_tokens, steps_between, warm_up
 
 RUNTIME = "cuda runtime"
+#: of the largest step, what steps claim where segments grow: those of fewer tokens in turn leave some of it cut up
+#: (V3 on an H200: 5% beyond, 144 MiB of them more than its share)
+LOOSE = 1.1
 FIXES = ("a smaller scheduler.chunk_size, fewer scheduler.max_running_requests, a smaller memory.fraction, "
          "more memory.reserve_bytes")
 
@@ -128,7 +131,8 @@ class RankMemory:
         graphs = self._graphs(runner)
         meter.lines[RUNTIME] += meter.outside
         free, total = gauge.device()
-        return Left(total=total, free=free, step=max(steps), graphs=graphs)
+        step = int(max(steps) * LOOSE) if self.plan.growing_segments else max(steps)
+        return Left(total=total, free=free, step=step, graphs=graphs)
 
     def _steps(self, runner: Runner) -> list[tuple[str, Callable[[], None]]]:
         """The largest steps by the line of the budget that they show."""

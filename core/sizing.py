@@ -120,7 +120,7 @@ def _grows(draft: Draft, device: str) -> bool:
     if device != "cuda":
         draft.decide(path, False, "size", f"no effect on {device}: segments are those of a CUDA device")
     elif asked == "auto":
-        draft.decide(path, False, "size", "auto: answers are the same with it, its speed has not been compared")
+        draft.decide(path, False, "size", "auto: answers and speed are the same with it, not every combination was run")
     else:
         draft.decide(path, True, *source)
     return device == "cuda" and asked is True

@@ -97,12 +97,12 @@ def plugins() -> PluginSet:
 
 
 def started(monkeypatch: pytest.MonkeyPatch, folder: Path, plugins: PluginSet, gauge: Pretend, notes: list[str],
-            **config: Any) -> tuple[EnginePlan, Engine]:
+            grows: bool = False, **config: Any) -> tuple[EnginePlan, Engine]:
     """An engine on the CPU whose memory is measured by ``gauge``; the plan has made room for ten pages more or less."""
     plan = rank_plan({"model": str(write_config(folder, "v3", num_nextn_predict_layers=1)), "device": "cpu",
                       "weights": {"use": "random"}, "skip_tokenizer": True, "memory": {"kv_tokens": 512},
                       "scheduler": {"max_running_requests": 3, "chunk_size": 24}, **config}, plugins)
-    plan = replace(plan, sizes=replace(plan.sizes, least_pages=plan.sizes.num_pages - 10,
+    plan = replace(plan, growing_segments=grows, sizes=replace(plan.sizes, least_pages=plan.sizes.num_pages - 10,
                                        most_pages=plan.sizes.num_pages + 10))
     monkeypatch.setattr(fitting, "gauge_of", lambda device: gauge)
     return plan, build_rank(plan, 0, plugins, lambda phase, done, total: None, note=notes.append)
@@ -133,6 +133,18 @@ def test_an_engine_takes_what_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path:
         "build", "weights", "kernels", "kv", "capture", "self-test", "memory, against the plan"]
     assert "GB/s" in notes[1]
     assert (f"{plan.sizes.num_pages} planned" in notes[3]) == (pages != plan.sizes.num_pages)
+    engine.close()
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_segments_that_grow_keep_a_tenth_of_a_step_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                        plugins: PluginSet, grows: bool) -> None:
+    probe, _ = started(monkeypatch, tmp_path, plugins, Pretend(1 << 40, 1 << 40, 0), [])
+    page_bytes = sum(line.bytes for line in probe.budget if line.name == "kv cache") // probe.sizes.num_pages
+    total, step = 1 << 32, 100 * page_bytes
+    free = total - int(total * 0.98) + (probe.sizes.num_pages + 5) * page_bytes + step + page_bytes // 2
+    _, engine = started(monkeypatch, tmp_path, plugins, Pretend(total, free, step), [], grows)
+    assert engine.scheduler.load().pages_total == probe.sizes.num_pages + 5 - 10 * grows - 1
     engine.close()
 
 
