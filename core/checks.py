@@ -57,7 +57,7 @@ def _packages(draft: Draft, slot: Slot, component: Component, chosen: Chosen) ->
 
 def _providers(draft: Draft, slot: Slot, component: Component, chosen: Chosen) -> Iterator[Refusal]:
     """Libraries that the operator named to do a component's products."""
-    if draft.values["device"] != "cuda":
+    if draft.values["device"] != "cuda" or not component.uses:
         return
     for name, field in type(chosen.options).model_fields.items():
         extra = field.json_schema_extra
@@ -76,7 +76,7 @@ def _device(draft: Draft, slot: Slot, offers: Offers, chosen: Chosen) -> Iterato
         yield refuse(draft, slot.name, chosen, f"{chosen.name} runs on {listed(offers.devices)}, the device is "
                      f"{device}",
                      instead(draft, slot.name, lambda o: True, f'device = "{min(offers.devices)}"'))
-    elif device == "cuda":
+    elif device == "cuda" and (offers.compute or offers.least_compute):
         cards = {card.compute for card in machine.devices}
         if not offers.runs_on(cards):
             supported = listed(offers.compute) or f"{offers.least_compute} and later"
