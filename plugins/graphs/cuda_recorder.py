@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,11 +13,20 @@ T = TypeVar("T")
 MOST_CACHED = 1 << 30  #: bytes that the allocator may keep of a piece's first run while the piece is captured
 
 
-@functools.cache
-def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The one that this process captures on: cuBLAS keeps 32 MiB for each stream that has multiplied, until the process
-    ends, and an engine that has gone would leave them behind. Replays do not run on it."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+_unused: dict[torch.device, list[torch.cuda.Stream]] = {}  #: streams whose recorders are gone
+
+
+def stream_for(owner: object, device: torch.device) -> torch.cuda.Stream:
+    """One to capture on that nobody else has while ``owner`` lives.
+
+    NOTE: not a new one each time. cuBLAS keeps 32 MiB for each stream that has multiplied until the process ends, so
+    that every engine that has gone would leave them behind; and graphs hold their address, so that no two recorders
+    may have the same stream at a time.
+    """
+    unused = _unused.setdefault(device, [])
+    stream = unused.pop() if unused else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    weakref.finalize(owner, unused.append, stream)
+    return stream
 
 
 class CudaRecorder:
@@ -28,7 +37,7 @@ class CudaRecorder:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = capture_stream(device)
+        self.stream = stream_for(self, device)
         self.pool = torch.cuda.graph_pool_handle()
 
     def record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
