@@ -233,14 +233,14 @@ def _with_use(data: dict[str, Any], plugins: PluginSet) -> dict[str, Any]:
                 data[slot.section] = value = [value]
             for item in value if isinstance(value, list) else ():
                 if isinstance(item, dict) and isinstance(item.get("use"), str):
-                    item["use"] = _canonical(slot, item["use"], plugins)
+                    item["use"] = canonical(slot, item["use"], plugins)
             continue
         value = data.setdefault(slot.section, {})
         if isinstance(value, dict):
             if "use" not in value:
                 data[slot.section] = {"use": slot.default, **value}
             elif isinstance(value["use"], str):
-                value["use"] = _canonical(slot, value["use"], plugins)
+                value["use"] = canonical(slot, value["use"], plugins)
     return data
 
 
@@ -281,7 +281,7 @@ def _items_without_use(data: dict[str, Any], plugins: PluginSet, origins: Mappin
     return refusals
 
 
-def _canonical(slot: Slot, name: str, plugins: PluginSet) -> str:
+def canonical(slot: Slot, name: str, plugins: PluginSet) -> str:
     """The registered name that ``name`` means: itself, or the component that lists it among its aliases."""
     found = plugins.components(slot.name)
     if any(registration.component.name == name for registration in found):

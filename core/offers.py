@@ -190,9 +190,10 @@ class SamplerOffers(Offers):
 
 @dataclass(frozen=True)
 class OutputOffers(Offers):
-    """Output parsers. ``aliases``: other names users know it by."""
+    """Output parsers. ``aliases``: other names users know it by; ``kinds``: of ``Piece`` it makes beside "content"."""
 
     aliases: frozenset[str] = frozenset()
+    kinds: frozenset[str] = frozenset({"reasoning"})
 
 
 @dataclass(frozen=True)

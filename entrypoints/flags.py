@@ -25,6 +25,7 @@ from glowplug.core.plugins import PluginSet, load_plugins
 from glowplug.core.resolve import plan as make_plan
 from glowplug.entrypoints.flag_table import FLAGS, MOOT, Flag
 from glowplug.entrypoints.parallel_flags import arrange
+from glowplug.entrypoints.parser_flags import without_wrong_parsers
 
 _ITEM = re.compile(r"(\w+)\[([\w*]+)\]\.(\w+)")
 
@@ -149,8 +150,10 @@ class Given:
         """
         if contributed is None:
             contributed = serve_defaults(self.config, self.hardware)
-        return make_plan(self.config, source=self.source, origins=self.layer.origins, plugins=self.plugins,
-                         hardware=self.hardware, contributed=contributed, prior=self.layer.refusals, notes=self.notes)
+        layer, wrong = without_wrong_parsers(self.layer, self.plugins)
+        return make_plan(layer.data, source=self.source, origins=layer.origins, plugins=self.plugins,
+                         hardware=self.hardware, contributed=contributed, prior=[*layer.refusals, *wrong],
+                         notes=self.notes)
 
 
 def read_command_line(args: argparse.Namespace, plugins: PluginSet | None = None) -> Given:

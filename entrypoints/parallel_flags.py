@@ -31,7 +31,7 @@ def arrange(layer: Layer, given: Sequence[tuple[Flag, str, Any]]) -> list[Decisi
             item["size"] = ranks
             layer.origins[f"{SECTION}.{number}.size"] = layer.origins.get(f"{SECTION}.{number}.use", "")
     order = sorted(range(len(items)), key=lambda number: _place(items[number]))
-    _reorder(layer, items, order)
+    reorder(layer, SECTION, order)
     return notes
 
 
@@ -48,23 +48,24 @@ def _drop_for_one_rank(layer: Layer, items: list[Any], given: Sequence[tuple[Fla
     idle = [number for number, item in enumerate(items) if item.get("use") in FOLLOWING and "size" not in item]
     notes = [Decision(layer.origins.get(f"{SECTION}.{number}.use", SECTION), "no effect", "operator",
                       f"there is one rank ({alone[0]})") for number in idle]
-    _reorder(layer, items, [number for number in range(len(items)) if number not in idle])
+    reorder(layer, SECTION, [number for number in range(len(items)) if number not in idle])
     return notes
 
 
-def _reorder(layer: Layer, items: list[Any], order: list[int]) -> None:
-    """Items and the places they come from, in a new order; numbers that are missing from it go."""
+def reorder(layer: Layer, listed: str, order: list[int]) -> None:
+    """Items of a list and the places they come from, in a new order; numbers that are missing from it go."""
+    items = layer.data.get(listed, [])
     moved = {old: new for new, old in enumerate(order)}
     origins: dict[str, str] = {}
     for path, place in layer.origins.items():
         section, _, rest = path.partition(".")
         number, dot, key = rest.partition(".")
-        if section == SECTION and number.isdigit():
+        if section == listed and number.isdigit():
             if int(number) not in moved:
                 continue
-            path = f"{SECTION}.{moved[int(number)]}{dot}{key}"
+            path = f"{listed}.{moved[int(number)]}{dot}{key}"
         origins[path] = place
     layer.origins = origins
     items[:] = [items[old] for old in order]
     if not items:
-        layer.data.pop(SECTION, None)
+        layer.data.pop(listed, None)
