@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from glowplug.core.errors import GlowplugError
+from glowplug.entrypoints.command_list import without_command
 
+COMMANDS = {"random": "write a checkpoint of random weights"}
 BYTES, NONE = "bytes", "none"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
                    "generation_config.json")
@@ -26,8 +28,8 @@ def shapes() -> dict[str, Path]:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(dest="checkpoint_command", required=True, metavar="COMMAND")
-    random = commands.add_parser("random", help="write a checkpoint of random weights",
+    commands = parser.add_subparsers(dest="checkpoint_command", metavar="COMMAND")
+    random = commands.add_parser("random", help=COMMANDS["random"],
                                  description="Write a complete model folder with seeded random weights.")
     random.add_argument("out", type=Path, help="folder to write; must be empty or not exist")
     source = random.add_mutually_exclusive_group(required=True)
@@ -44,6 +46,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status: 0, or 2 with the reason on standard error."""
+    if args.checkpoint_command is None:
+        return without_command("glowplug checkpoint", COMMANDS)
     try:
         config = read_config(args)
         from glowplug.entrypoints.checkpoint_writer import write_random

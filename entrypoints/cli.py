@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from glowplug.core.errors import GlowplugError, PlanRefused, PluginLoadError
+from glowplug.entrypoints import command_list
 from glowplug.entrypoints.exit_codes import FAILED, OK, REFUSED
 from glowplug.entrypoints.flags import Parser
 
@@ -62,9 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
-    lines = ["usage: glowplug COMMAND [options]", ""]
-    lines += [f"  {name:<13} {command.help}" for name, command in COMMANDS.items()]
-    return "\n".join([*lines, "", "glowplug COMMAND --help shows a command's options."])
+    return command_list.usage("glowplug", {name: command.help for name, command in COMMANDS.items()})
 
 
 def _run(name: str, words: Sequence[str]) -> int:

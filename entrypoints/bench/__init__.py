@@ -7,6 +7,8 @@ from __future__ import annotations
 import argparse
 import importlib
 
+from glowplug.entrypoints.command_list import without_command
+
 COMMANDS = {
     "one-batch": ("one_batch", "prefill and decode latency of one static batch, in this process"),
     "kernels": ("kernels", "each kernel of a step by itself, every provider side by side"),
@@ -22,14 +24,16 @@ COMMANDS = {
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the sub-commands. Light: no sub-command's module imports torch before it runs."""
-    commands = parser.add_subparsers(dest="bench_command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(dest="bench_command", metavar="COMMAND")
     for name, (module, summary) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
         importlib.import_module(f"{__name__}.{module}").configure(command)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the chosen sub-command; its exit status."""
+    """Run the chosen sub-command; its exit status. Without one, they are listed."""
+    if args.bench_command is None:
+        return without_command("glowplug bench", {name: summary for name, (_, summary) in COMMANDS.items()})
     module, _ = COMMANDS[args.bench_command]
     status: int = importlib.import_module(f"{__name__}.{module}").run(args)
     return status

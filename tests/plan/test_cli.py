@@ -14,6 +14,8 @@ from glowplug import __version__
 from glowplug.core.facts_read import embedded_path
 from glowplug.core.plugins import DEFAULT_PLUGINS, PluginSet
 from glowplug.core.slots import SLOTS
+from glowplug.entrypoints.bench import COMMANDS as BENCHES
+from glowplug.entrypoints.checkpoint import COMMANDS as CHECKPOINTS
 from glowplug.entrypoints.cli import COMMANDS, main
 from tests.source_tree import ROOT
 
@@ -40,6 +42,20 @@ def test_check_ends_with_2_and_every_reason(v3: Path, tmp_path: Path) -> None:
                  "engine.toml:5: unknown key", "did you mean 'port'", "--dtype float17", "weights.use"):
         assert part in done.stderr, part
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("name", "commands"), [("bench", {name: line for name, (_, line) in BENCHES.items()}),
+                                                ("checkpoint", CHECKPOINTS)])
+def test_a_missing_sub_command_lists_those_there_are(capsys: pytest.CaptureFixture[str], name: str,
+                                                     commands: dict[str, str]) -> None:
+    assert main([name]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith(f"glowplug {name}: which COMMAND?\n\nusage: glowplug {name} COMMAND ")
+    listed = dict(line.split(maxsplit=1) for line in said.err.splitlines() if line.startswith("  "))
+    assert listed == commands and len(listed) == len(set(listed.values()))
+    with pytest.raises(SystemExit, match="2"):
+        main([name, "none-such"])
+    assert "invalid choice: 'none-such'" in capsys.readouterr().err
 
 
 def test_serve_dry_run_and_the_other_spellings(v3: Path) -> None:
