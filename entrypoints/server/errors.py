@@ -85,10 +85,11 @@ def from_delta(delta: Delta) -> RequestError | None:
 def from_validation(errors: list[Any]) -> RequestError:
     """The first problem pydantic found, as a sentence with the field's name.
 
-    Of a union every member complains; one that got past the type says more than one that did not, and when none did,
-    all are named.
+    Of a union every member complains; one that got past the type says more than one that did not, as does one that
+    came as far as a field of an object. When none did, all are named.
     """
-    first = next((error for error in errors if not error["type"].endswith("_type")), errors[0])
+    first = next((error for error in errors if not error["type"].endswith("_type")), None)
+    first = first or next((error for error in errors if _in_a_members_field(error["loc"])), errors[0])
     where = [str(part) for part in first["loc"] if not _is_union_member(str(part))]
     param = ".".join(where) or None
     message = str(first["msg"])
@@ -96,6 +97,11 @@ def from_validation(errors: list[Any]) -> RequestError:
     if first["type"].endswith("_type") and len(members) > 1:
         message = f"Input should be {', '.join(members[:-1])} or {members[-1]}"
     return RequestError(f"{param}: {message}" if param else message, param=param)
+
+
+def _in_a_members_field(loc: tuple[Any, ...]) -> bool:
+    member = next((place for place, part in enumerate(loc) if _is_union_member(str(part))), len(loc))
+    return any(isinstance(part, str) and not _is_union_member(part) for part in loc[member:])
 
 
 def _members(loc: tuple[Any, ...], errors: list[Any]) -> list[str]:

@@ -1,7 +1,7 @@
 """``POST /generate``: the native route, in SGLang's shape."""
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Annotated, Any
 
@@ -18,19 +18,22 @@ from glowplug.entrypoints.server.jobs import Job
 from glowplug.entrypoints.server.native_text import NativeOutputs
 from glowplug.entrypoints.server.protocol.native import GenerateRequest, NativeSampling
 from glowplug.entrypoints.server.requests import make_job, request_id, warnings
-from glowplug.entrypoints.server.sampling import native_params
+from glowplug.entrypoints.server.sampling import inside, native_params, unknown_fields
 
 
 async def generate(request: Request, body: Annotated[GenerateRequest, Depends(body_of(GenerateRequest))],
                    context: Annotated[Context, Depends(get_context)]) -> Response:
     sampling = _sampling(body)
-    headers = warnings({name: value for part in (body, *sampling) for name, value in part.extras().items()})
+    for place, one in sampling.items():
+        with inside(place):
+            unknown_fields(one.extras())
+    headers = warnings({name: value for part in (body, *sampling.values()) for name, value in part.extras().items()})
     given = await prompts.of_native(context, body.text, body.input_ids)
     params = _params(body, sampling, given)
-    n = sampling[0].n or 1
+    n = next(iter(sampling.values())).n or 1
     rid = body.rid if isinstance(body.rid, str) else None
     job = make_job(request, context, request_id(request, rid), given, params, n=n, priority=body.priority or 0,
-                   salt=body.cache_salt or "")
+                   salt=body.cache_salt or "", places=list(sampling))
     names = _names(job, body)
     job.rids = names if isinstance(body.rid, list) else None
     outputs = NativeOutputs(context, body, names, job.prompts)
@@ -49,26 +52,29 @@ def _is_single(body: GenerateRequest) -> bool:
     return bool(body.input_ids) and isinstance(body.input_ids[0], int)  # type: ignore[index]
 
 
-def _sampling(body: GenerateRequest) -> list[NativeSampling]:
+def _sampling(body: GenerateRequest) -> dict[str, NativeSampling]:
+    """By place in the body: "sampling_params", or "sampling_params.3" of a list."""
     given = body.sampling_params
-    if given is None:
-        return [NativeSampling.model_validate({})]
-    if isinstance(given, NativeSampling):
-        return [given]
+    if not isinstance(given, list):
+        return {"sampling_params": NativeSampling.model_validate({}) if given is None else given}
     if not given or len({one.n or 1 for one in given}) != 1:
         raise RequestError("a list of sampling_params must not be empty, and all must have the same n",
                            param="sampling_params")
-    return given
+    return {f"sampling_params.{number}": one for number, one in enumerate(given)}
 
 
-def _params(body: GenerateRequest, sampling: list[NativeSampling], given: list[prompts.Prompt]) -> list[SamplingParams]:
-    if len(sampling) == 1:
-        sampling = sampling * len(given)
-    if len(sampling) != len(given):
+def _params(body: GenerateRequest, sampling: Mapping[str, NativeSampling],
+            given: list[prompts.Prompt]) -> list[SamplingParams]:
+    """One a prompt; those of a single place are every prompt's."""
+    if len(sampling) not in (1, len(given)):
         raise RequestError(f"{len(given)} prompts but {len(sampling)} sampling_params", param="sampling_params")
     top = (body.top_logprobs_num or 0) if body.return_logprob else None
     start = -1 if body.logprob_start_len is None else body.logprob_start_len
-    return [native_params(one, logprobs=top, prompt_logprobs=top if start >= 0 else None) for one in sampling]
+    params = []
+    for place, one in sampling.items():
+        with inside(place):
+            params.append(native_params(one, logprobs=top, prompt_logprobs=top if start >= 0 else None))
+    return params * len(given) if len(params) == 1 else params
 
 
 def _names(job: Job, body: GenerateRequest) -> list[str]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -14,7 +14,7 @@ from glowplug.entrypoints.server.context import Context
 from glowplug.entrypoints.server.jobs import Job
 from glowplug.entrypoints.server.prompts import Prompt
 from glowplug.entrypoints.server.protocol.fields import SamplingFields
-from glowplug.entrypoints.server.sampling import choices, unknown_fields
+from glowplug.entrypoints.server.sampling import choices, inside, unknown_fields
 
 MAX_TIMEOUT = 86400.0
 _NAME = re.compile(r"[^A-Za-z0-9_.\-]")
@@ -58,15 +58,16 @@ def openai_job(request: Request, context: Context, fields: SamplingFields, promp
 
 
 def make_job(request: Request, context: Context, rid: str, prompts: list[Prompt], params: list[SamplingParams], *,
-             n: int = 1, priority: int = 0, salt: str = "") -> Job:
-    """As :func:`openai_job`, from plain values."""
+             n: int = 1, priority: int = 0, salt: str = "", places: Sequence[str] = ("",)) -> Job:
+    """As :func:`openai_job`, from plain values. ``places``: see ``inside``; one for all, or one for each prompt."""
     context.require_ready()
     sizes = context.plan.sizes
     most = min(context.options.max_choices, sizes.max_running + sizes.max_queued)  # more would never find room
     if n * len(prompts) > most:
         raise RequestError(f"n x prompts is {n * len(prompts)}, and at most {most} are allowed", param="n")
-    for prompt, one in zip(prompts, params, strict=True):
-        context.client.check_request(prompt.ids, one)
+    for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+        with inside(places[min(number, len(places) - 1)]):
+            context.client.check_request(prompt.ids, one)
     context.metrics.requests.inc()
     context.metrics.n.observe(n)
     ids = [prompt.ids for prompt in prompts for _ in range(n)]

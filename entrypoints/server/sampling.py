@@ -1,7 +1,8 @@
 """From a request's fields to ``SamplingParams``, and the fields that are refused with a reason instead of ignored."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from glowplug.core.errors import RequestError
@@ -15,6 +16,7 @@ IGNORED = frozenset({
     "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls", "tool_choice", "spaces_between_special_tokens",
     "detokenize", "stream_interval"})
 
+_NATIVE = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 _LATER = "is not supported yet; leave it out"
 _NEVER = "is refused: a request cannot bring code or tensors"
 
@@ -81,6 +83,20 @@ def native_params(fields: NativeSampling, *, logprobs: int | None, prompt_logpro
         skip_special_tokens=fields.skip_special_tokens, include_stop_str_in_output=fields.no_stop_trim,
         **_shared(fields, fields.min_new_tokens))
     return params.replace(seed=fields.sampling_seed) if params.seed is None else params
+
+
+@contextmanager
+def inside(place: str) -> Iterator[None]:
+    """Errors in a field of ``SamplingParams`` name the native route's field, in ``place``; "" leaves them alone."""
+    try:
+        yield
+    except RequestError as error:
+        if not place or error.param in (None, "prompt"):
+            raise
+        name = _NATIVE.get(error.param, error.param)
+        message = str(error).replace(error.param, name)
+        whole = f"{place}.{message}" if message.startswith(f"{name} ") else f"{place}.{name}: {message}"
+        raise RequestError(whole, code=error.code, param=f"{place}.{name}", status=error.status) from None
 
 
 def _shared(fields: SamplingFields | NativeSampling, min_tokens: int | None) -> dict[str, Any]:

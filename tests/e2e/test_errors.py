@@ -140,9 +140,10 @@ FIELDS: list[tuple[str, dict[str, Any], str | None, str]] = [
     (NATIVE, {"text": None}, "text", "either text or input_ids"),
     (NATIVE, {"rid": 5}, "rid", "a string or a list of strings"),
     (NATIVE, {"input_ids": [1]}, "text", "either text or input_ids"),
-    (NATIVE, {"sampling_params": {"max_new_tokens": 0}}, "max_tokens", "between 1"),
+    (NATIVE, {"sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens",
+     "sampling_params.max_new_tokens must be between 1"),
     (NATIVE, {"sampling_params": {"temperature": -1}}, "sampling_params.temperature", "greater"),
-    (NATIVE, {"sampling_params": {"json_schema": "{}"}}, "json_schema", "not supported yet"),
+    (NATIVE, {"sampling_params": {"json_schema": "{}"}}, "sampling_params.json_schema", "not supported yet"),
     (NATIVE, {"sampling_params": [{}, {}]}, "sampling_params", "1 prompts but 2"),
     (NATIVE, {"top_logprobs_num": -1}, "top_logprobs_num", "greater"),
     (NATIVE, {"rid": "../../etc"}, None, "pattern"),
@@ -160,6 +161,32 @@ def test_bad_fields(client: httpx.Client, path: str, change: dict[str, Any], par
         assert words in error["message"] and error["type"] == "invalid_request_error"
         if param is not None:
             assert error["param"] == param
+
+
+ITEMS: list[tuple[dict[str, Any], str, str]] = [
+    ({"temperature": -1}, "temperature", ": Input should be greater"),
+    ({"temperature": "hot"}, "temperature", ": Input should be a valid number"),
+    ({"stop": 5}, "stop", ": Input should be a string or a list of strings"),
+    ({"max_new_tokens": 0}, "max_new_tokens", " must be between 1"),
+    ({"max_new_tokens": 5, "min_new_tokens": 6}, "min_new_tokens", " must be between 0 and 5"),
+    ({"max_new_tokens": CONTEXT}, "max_new_tokens", f"; max_new_tokens may be {CONTEXT - 6}"),
+    ({"stop": [""]}, "stop", "a stop string must not be empty"),
+    ({"stop_token_ids": [9999]}, "stop_token_ids", "9999"),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "'x' is not a token id"),
+    ({"json_schema": "{}"}, "json_schema", " is not supported yet"),
+]
+
+
+@pytest.mark.parametrize(("item", "field", "words"), ITEMS, ids=lambda value: str(value)[:40])
+def test_a_bad_item_of_a_list_of_parameters_is_named_with_its_field(client: httpx.Client, item: dict[str, Any],
+                                                                    field: str, words: str) -> None:
+    texts = ["say:hi", "say:ho", "say:ha"]
+    for at in range(3):
+        given = [{"max_new_tokens": 2} for _ in texts]
+        given[at] = item
+        error = refused(client.post(NATIVE, json={"text": texts, "sampling_params": given}))
+        assert error["param"] == f"sampling_params.{at}.{field}"
+        assert error["message"].startswith(error["param"]) and words in error["message"]
 
 
 BODIES: list[tuple[bytes, str]] = [
