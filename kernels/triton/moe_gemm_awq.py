@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -12,11 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.triton import dependent, tuned
+from glowplug.kernels.triton import dependent
 from glowplug.kernels.triton.awq_gemm import BLOCK, DTYPE, PLANE, load_plane, load_rows, scale_of, times
 from glowplug.kernels.triton.moe_align import Alignment, align
 from glowplug.kernels.triton.moe_gemm import tile_pairs, tile_place
 from glowplug.kernels.triton.moe_sum import moe_sum
+from glowplug.kernels.triton.narrow_tiles import DENSE, config_for
 from glowplug.kernels.triton.tuned import Config
 
 
@@ -116,9 +116,6 @@ def product(x: Tensor, w: Weights, ids: Tensor, weights: Tensor | None, aligned:
     return out
 
 
-DENSE = 16  #: tokens that fit into one tile
-
-
 def rule(tokens: int, per_token: int, experts: int) -> Mapping[str, Config]:
     """{"up", "down"} where nothing was measured; "dense" where the alignment is to be spared."""
     load = tokens * per_token / experts
@@ -128,13 +125,6 @@ def rule(tokens: int, per_token: int, experts: int) -> Mapping[str, Config]:
         return {"up": each, "down": each}
     each = {"dense": 0, "block_m": 128, "block_n": 64, "warps": 4, "stages": 3, "group": 8}
     return {"up": each, "down": {**each, "block_n": 128, "warps": 8}}
-
-
-@lru_cache(maxsize=1024)
-def config_for(tokens: int, per_token: int, experts: int, inter: int, hidden: int) -> Mapping[str, Config]:
-    """A table's configuration for the nearest number of tokens; without one the rule's."""
-    name = tuned.file_name(f"E={experts},N={inter},H={hidden}", DTYPE)
-    return tuned.narrow_experts_for(name, tokens) or rule(tokens, per_token, experts)
 
 
 def experts(x: Tensor, w13: Weights, w2: Weights, ids: Tensor, weights: Tensor,
@@ -149,7 +139,7 @@ def expert_rows(x: Tensor, w13: Weights, w2: Weights, ids: Tensor, weights: Tens
     if not len(x):
         return torch.empty_like(x)
     count = w13.packed.shape[0]
-    chosen = config or config_for(len(x), ids.shape[1], count, w2.depth, w13.depth)
+    chosen = config or config_for(DTYPE, rule, len(x), ids.shape[1], count, w2.depth, w13.depth)
     aligned = None if chosen["up"]["dense"] else align(ids, count, chosen["up"]["block_m"])
     hidden = product(x, w13, ids, None, aligned, chosen["up"])
     return product(hidden, w2, ids, weights, aligned, chosen["down"])

@@ -7,18 +7,18 @@ activations are quantised between the products.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.triton import dependent, int8_quant, tuned
+from glowplug.kernels.triton import dependent, int8_quant
 from glowplug.kernels.triton.int8_gemm import DTYPE, load_tile, times, zeros_of
 from glowplug.kernels.triton.moe_align import Alignment, align
 from glowplug.kernels.triton.moe_gemm import tile_pairs, tile_place
 from glowplug.kernels.triton.moe_sum import moe_sum
+from glowplug.kernels.triton.narrow_tiles import DENSE, config_for
 from glowplug.kernels.triton.tuned import Config
 
 
@@ -95,9 +95,6 @@ def product(x: Tensor, x_scales: Tensor, w: Tensor, w_scales: Tensor, ids: Tenso
     return out
 
 
-DENSE = 16  #: tokens that fit into one tile
-
-
 def rule(tokens: int, per_token: int, experts: int) -> Mapping[str, Config]:
     """{"up", "down"} where nothing was measured; "dense" where the alignment is to be spared."""
     load = tokens * per_token / experts
@@ -108,13 +105,6 @@ def rule(tokens: int, per_token: int, experts: int) -> Mapping[str, Config]:
         return {"up": {**each, "block_n": 64}, "down": each}
     each = {"dense": 0, "block_m": 128, "block_k": 128, "warps": 8, "stages": 3, "swap": 0, "group": 8}
     return {"up": {**each, "block_n": 64}, "down": {**each, "block_n": 128}}
-
-
-@lru_cache(maxsize=1024)
-def config_for(tokens: int, per_token: int, experts: int, inter: int, hidden: int) -> Mapping[str, Config]:
-    """A table's configuration for the nearest number of tokens; without one the rule's."""
-    name = tuned.file_name(f"E={experts},N={inter},H={hidden}", DTYPE)
-    return tuned.narrow_experts_for(name, tokens) or rule(tokens, per_token, experts)
 
 
 def experts(x: Tensor, x_scales: Tensor, w13: Tensor, scales13: Tensor, w2: Tensor, scales2: Tensor, ids: Tensor,
@@ -128,7 +118,7 @@ def expert_rows(x: Tensor, x_scales: Tensor, w13: Tensor, scales13: Tensor, w2: 
     """As ``experts`` before the sum: [T * K, H], a row a pair, weighted. Rows of absent experts are not written."""
     if not len(x):
         return torch.empty(x.shape, dtype=dtype, device=x.device)
-    chosen = config or config_for(len(x), ids.shape[1], w13.shape[0], w2.shape[2], w2.shape[1])
+    chosen = config or config_for(DTYPE, rule, len(x), ids.shape[1], w13.shape[0], w2.shape[2], w2.shape[1])
     aligned = None if chosen["up"]["dense"] else align(ids, w13.shape[0], chosen["up"]["block_m"])
     hidden = product(x, x_scales, w13, scales13, ids, None, aligned, dtype, chosen["up"])
     inner, inner_scales = int8_quant.quantize(hidden)

@@ -69,14 +69,6 @@ def measured_for(name: str, rows: int) -> Config | None:
     return nearest(found, rows) if found and rows <= 2 * max(found) else None
 
 
-def narrow_experts_for(name: str, tokens: int) -> Config | None:
-    """As ``measured_for``, of {"up", "down"}. Dense tiles that do not hold all tokens are passed over: they were
-    measured where they did."""
-    fitting = {number: config for number, config in (table(name) or {}).items()
-               if not config["up"]["dense"] or config["up"]["block_m"] >= tokens}
-    return nearest(fitting, tokens) if fitting and tokens <= 2 * max(fitting) else None
-
-
 def nearest(configs: Mapping[int, Config], rows: int) -> Config:
     """The configuration measured for the number of rows nearest to ``rows``; the larger of two as near."""
     return configs[min(configs, key=lambda measured: (abs(measured - rows), -measured))]
