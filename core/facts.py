@@ -80,7 +80,6 @@ class HardwareFacts:
     devices: tuple[DeviceFacts, ...] = ()
     cpu_cores: int = 1
     cpu_memory: int = 0
-    interconnect: str = ""
     name: str = "this machine"
 
     @property

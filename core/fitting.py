@@ -109,9 +109,9 @@ class RankMemory:
 
     def _reserve(self, pool: KVPool, *parts: Any) -> None:
         sizes, model = self.plan.sizes, self.plan.facts.model
-        limits = Limits(rows=sizes.max_running + 1, step_tokens=sizes.max_step_tokens, context=sizes.positions,
-                        page_size=sizes.page_size, num_pages=pool.num_pages, width=sizes.width, vocab=model.vocab_size,
-                        kv=pool.layers, hidden=model.hidden_size)
+        limits = Limits(rows=sizes.max_running + 1, context=sizes.positions, page_size=sizes.page_size,
+                        num_pages=pool.num_pages, width=sizes.width, vocab=model.vocab_size, kv=pool.layers,
+                        hidden=model.hidden_size)
         for part in parts:
             part.reserve(limits)
 

@@ -18,6 +18,7 @@ from glowplug.core.errors import FactsError
 from glowplug.core.facts import DeviceFacts, HardwareFacts, SoftwareFacts
 
 SHEETS = Path(__file__).absolute().parent / "sheets"
+FORMER_KEYS = {"interconnect"}  #: of sheets: they may say it, and nothing depends on it
 QUERY = ["--query-gpu=index,uuid,name,memory.total,compute_cap", "--format=csv,noheader,nounits"]
 
 #: memory bandwidth by a part of the card's name, bytes a second (vendor's figures)
@@ -28,8 +29,7 @@ BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "H800": 3.35e12, "H20": 4.0e12, "A
 def this_machine() -> HardwareFacts:
     """Processors, memory and NVIDIA devices that this process may use. Read once a process."""
     devices = cuda_devices()
-    return HardwareFacts(hosts=1, devices=devices, cpu_cores=_cores(), cpu_memory=_memory(),
-                         interconnect="", name="this machine")
+    return HardwareFacts(devices=devices, cpu_cores=_cores(), cpu_memory=_memory())
 
 
 def _cores() -> int:
@@ -145,5 +145,5 @@ def read_sheet(name: str) -> HardwareFacts:
 
 
 def _unknown_keys(sheet: dict[str, Any]) -> list[str]:
-    known, card = {f.name for f in fields(HardwareFacts)}, {f.name for f in fields(DeviceFacts)}
+    known, card = FORMER_KEYS | {f.name for f in fields(HardwareFacts)}, {f.name for f in fields(DeviceFacts)}
     return sorted({*(set(sheet) - known), *(key for device in sheet.get("devices", ()) for key in set(device) - card)})

@@ -35,7 +35,6 @@ class Limits:
     """
 
     rows: int
-    step_tokens: int
     context: int
     page_size: int
     num_pages: int

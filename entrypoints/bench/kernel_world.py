@@ -97,9 +97,10 @@ class KernelWorld:
         self.pool = KVPool(plain.attention.kv_layout(), plan.sizes.num_pages, self.worker.device)
         self.attention = plain.attention
         sizes = plan.sizes
-        limits = Limits(rows=sizes.max_running + 1, step_tokens=sizes.max_step_tokens, context=sizes.positions,
-                        page_size=sizes.page_size, num_pages=sizes.num_pages, width=1,
-                        vocab=plan.facts.model.vocab_size, kv=self.pool.layers, hidden=plan.facts.model.hidden_size)
+        model = plan.facts.model
+        limits = Limits(rows=sizes.max_running + 1, context=sizes.positions, page_size=sizes.page_size,
+                        num_pages=sizes.num_pages, width=1, vocab=model.vocab_size, kv=self.pool.layers,
+                        hidden=model.hidden_size)
         for part in (self.attention, self.sampler):
             part.reserve(limits)
 

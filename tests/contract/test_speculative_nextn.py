@@ -66,7 +66,7 @@ def make(limits: Limits, steps: int, **mesh: int) -> tuple[NextN, Draft]:
     return algorithm, draft
 
 
-LIMITS = Limits(rows=8, step_tokens=64, context=99, page_size=PAGE, num_pages=33, width=2, vocab=VOCAB, hidden=HIDDEN)
+LIMITS = Limits(rows=8, context=99, page_size=PAGE, num_pages=33, width=2, vocab=VOCAB, hidden=HIDDEN)
 
 
 class TestOneStep(SpeculativeSuite):

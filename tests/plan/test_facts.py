@@ -167,6 +167,16 @@ def test_sheets(tmp_path: Path) -> None:
     assert read_sheet(str(own)).cpu_cores == 3
 
 
+def test_a_sheet_that_says_how_cards_are_connected_is_read(tmp_path: Path) -> None:
+    sheet = msgspec.json.decode(msgspec.json.encode(read_sheet("4xh200")))
+    own = tmp_path / "mine.json"
+    own.write_bytes(msgspec.json.encode({**sheet, "interconnect": "nvlink"}))
+    assert read_sheet(str(own)) == read_sheet("4xh200")
+    own.write_bytes(msgspec.json.encode({**sheet, "interconnects": "nvlink"}))
+    with pytest.raises(FactsError, match="'interconnects'"):
+        read_sheet(str(own))
+
+
 @pytest.mark.parametrize(("text", "said"), [
     ("{", "not valid"), ('{"hosts": "two"}', "hosts"), ('{"devcies": []}', "devcies"),
     ('{"devices": [{"name": "x", "memory": 1, "compute": 90, "sm": 9}]}', "'sm'"), ("[]", "not valid")])
