@@ -93,6 +93,7 @@ def run_all(rows: list[dict[str, Any]]) -> None:
     assert not failed, f"{len(failed)} of {len(rows)} admitted combinations failed: {kinds}; first: {failed[0]}"
 
 
+@pytest.mark.timeout(900)  # two minutes of work on an idle machine
 def test_a_sample_of_admitted_combinations_runs(folders: dict[str, Path], plugins: PluginSet) -> None:
     rows = [config_of(c, folders) for c in combinations()]
     random.Random(20).shuffle(rows)
