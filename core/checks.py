@@ -59,10 +59,9 @@ def _providers(draft: Draft, slot: Slot, component: Component, chosen: Chosen) -
     """Libraries that the operator named to do a component's products."""
     if draft.values["device"] != "cuda" or not component.uses:
         return
-    for name, field in type(chosen.options).model_fields.items():
-        extra = field.json_schema_extra
+    for name in chosen.options.provider_fields():
         value = getattr(chosen.options, name)
-        needed = component.uses.get(value, ()) if isinstance(extra, dict) and extra.get("provider") else ()
+        needed = component.uses.get(value, ())
         if needed and not any(draft.facts.software.packages.get(package) for package in needed):
             key = f"{slot.name}.{name}"
             yield Refusal(component.name, key, f'{key} = "{value}" needs {" or ".join(needed)} (not installed)',

@@ -30,6 +30,12 @@ class Options(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     use: str
 
+    @classmethod
+    def provider_fields(cls) -> dict[str, Any]:
+        """What ``json_schema_extra={"provider": ...}`` says, by field: those that name who does a product."""
+        extras = ((name, info.json_schema_extra) for name, info in cls.model_fields.items())
+        return {name: extra["provider"] for name, extra in extras if isinstance(extra, dict) and extra.get("provider")}
+
 
 @dataclass(frozen=True)
 class Package:

@@ -106,13 +106,9 @@ def _providers(section: str, component: Component, options: Mapping[str, Any],
                slots: tuple[str, ...]) -> Iterator[Variant]:
     """One variant for each value of an option marked ``json_schema_extra={"provider": ...}``: True, or the call slots
     that it is about."""
-    for name, info in component.options.model_fields.items():
-        extra = info.json_schema_extra
-        about = extra.get("provider") if isinstance(extra, dict) else None
-        if not about:
-            continue
+    for name, about in component.options.provider_fields().items():
         concerned = slots if about is True else tuple(slot for slot in slots if slot in str(about).split())
-        for value in get_args(info.annotation):
+        for value in get_args(component.options.model_fields[name].annotation):
             if value not in ("auto", options.get(name)):
                 yield Variant(f"{component.name} {name}={value}",
                               {section: {"use": component.name, name: value}}, concerned)

@@ -19,20 +19,22 @@ def device_name() -> str:
     """The current card as file names spell it; "cpu" without one."""
     import torch
 
-    return _spelt(torch.cuda.get_device_name()) if torch.cuda.is_available() else "cpu"
+    return spelt(torch.cuda.get_device_name()) if torch.cuda.is_available() else "cpu"
 
 
 def triton_version() -> str:
     import triton
 
-    return _minor(triton.__version__)
+    return minor(triton.__version__)
 
 
-def _spelt(card: str) -> str:
+def spelt(card: str) -> str:
+    """As in names of files."""
     return card.replace(" ", "_")
 
 
-def _minor(version: str) -> str:
+def minor(version: str) -> str:
+    """Major and minor version, which tables are made for."""
     return ".".join(version.split(".")[:2])
 
 
@@ -40,7 +42,7 @@ def file_name(problem: str, dtype: str, block_shape: tuple[int, int] | None = No
               machine: tuple[str, str] | None = None) -> str:
     """``problem``: its sizes, "N=2112,K=7168" or "E=257,N=2048,H=7168". ``machine``: name of a card and version of
     Triton; None: this one's."""
-    card, version = (_spelt(machine[0]), _minor(machine[1])) if machine else (device_name(), triton_version())
+    card, version = (spelt(machine[0]), minor(machine[1])) if machine else (device_name(), triton_version())
     blocks = f",block_shape={list(block_shape)}" if block_shape else ""
     return f"{problem},device_name={card},dtype={dtype}{blocks},triton={version}.json"
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from glowplug.core.errors import GlowplugError
 from glowplug.kernels.cards import unfit_for_libraries
+from glowplug.kernels.triton import tuned
 from glowplug.plugins.quantization import fp8_order
 from glowplug.plugins.quantization.block_fp8 import HALVES
 
@@ -204,13 +205,9 @@ class Providers:
 
 def measured_table() -> Mapping[str, Mapping[str, str]]:
     """{"N=2112,K=7168": {rows: the fastest provider}} of the current card; empty where nobody has measured."""
-    return fp8_order.measured(_card())
+    return fp8_order.measured(tuned.device_name())
 
 
 def provider_path() -> Path:
     """Where ``measured_table`` looks."""
-    return fp8_order.FOLDER / fp8_order.table_name(_card())
-
-
-def _card() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return fp8_order.FOLDER / fp8_order.table_name(tuned.device_name())

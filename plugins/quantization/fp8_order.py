@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from glowplug.core.component import CheckContext
 from glowplug.core.plan import Decision
 from glowplug.kernels.cards import LIBRARIES as LIBRARY_CARDS, TILES
-from glowplug.kernels.triton.tuned import FOLDER
+from glowplug.kernels.triton.tuned import FOLDER, spelt
 from glowplug.plugins.quantization.block_fp8 import LIBRARIES, BlockFp8Options
 
 FIELD = "quantization.gemm"
@@ -19,7 +19,7 @@ UNMEASURED = ("cublas", "cutlass", "triton")
 
 def table_name(card: str) -> str:
     """File of who was fastest on ``card``, by shape and rows."""
-    return f"fp8_gemm,device_name={card.replace(' ', '_')}.json"
+    return f"fp8_gemm,device_name={spelt(card)}.json"
 
 
 def remark(context: CheckContext) -> Decision | None:

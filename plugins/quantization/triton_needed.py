@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 from glowplug.core.component import CheckContext, Package
 from glowplug.core.errors import Refusal
-from glowplug.core.options import QuantizationOptions
 from glowplug.core.requirements import unmet
 from glowplug.kernels.cards import LIBRARIES, TILES
 
@@ -39,14 +38,9 @@ def check_libraries(context: CheckContext, name: str) -> Iterator[Refusal]:
     others = cards - LIBRARIES
     if context.values["device"] != "cuda" or not others or not cards <= TILES:
         return
-    for option, value in _libraries(context.options):
-        yield Refusal(name, f"quantization.{option}", f"{value} is called on SM{', '.join(map(str, LIBRARIES))}; "
-                      f"{machine.name} has SM{', '.join(map(str, sorted(others)))}", f'quantization.{option} = "auto"')
-
-
-def _libraries(options: QuantizationOptions) -> Iterator[tuple[str, str]]:
-    """Options that name another library to multiply in 8 bits, and which."""
-    for option, field in type(options).model_fields.items():
-        marked, value = field.json_schema_extra, getattr(options, option)
-        if isinstance(marked, dict) and "provider" in marked and value not in ("auto", "triton"):
-            yield option, value
+    for option in context.options.provider_fields():
+        value = getattr(context.options, option)
+        if value not in ("auto", "triton"):
+            yield Refusal(name, f"quantization.{option}", f"{value} is called on SM{', '.join(map(str, LIBRARIES))}; "
+                          f"{machine.name} has SM{', '.join(map(str, sorted(others)))}",
+                          f'quantization.{option} = "auto"')

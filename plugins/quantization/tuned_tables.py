@@ -25,7 +25,7 @@ def plan_remarks(context: CheckContext) -> list[Decision]:
         return []
     tables = made_for(path.name for path in tuned.FOLDER.glob("*.json"))
     multiplies = fp8_order.remark(context)
-    return [remark(cards, ".".join(version.split(".")[:2]), tables), *([multiplies] if multiplies else [])]
+    return [remark(cards, tuned.minor(version), tables), *([multiplies] if multiplies else [])]
 
 
 def made_for(names: Iterable[str]) -> set[tuple[str, str]]:
