@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from glowplug.kernels.fp8 import Blocks, dequantize_weight
+from glowplug.kernels.fp8 import E4M3_MAX, Blocks, dequantize_weight
 from glowplug.kernels.norm import rms_norm_reference
 from glowplug.kernels.rope import rotate_reference
 
@@ -101,6 +101,12 @@ def store(latent: Tensor, k_rope: Tensor, cache: Tensor, slots: Tensor) -> None:
         cache.view(torch.uint8).index_copy_(0, slots, entry.float().clamp(-448, 448).to(cache.dtype).view(torch.uint8))
     else:
         cache.index_copy_(0, slots, entry.to(cache.dtype))
+
+
+def in_e4m3(query: Tensor) -> Tensor:
+    """Absorbed queries [T, H, C + P] as kernels read them that multiply in E4M3: without a scale, as entries of the
+    cache are. Beyond 448 it saturates; NaN stays."""
+    return query.float().clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def gather(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:

@@ -180,7 +180,7 @@ def rule(rows: int, columns: int, depth: int) -> Config:
 
 @lru_cache(maxsize=4096)
 def config_for(rows: int, columns: int, depth: int) -> Config:
-    return tuned.measured_for(tuned.file_name(f"N={columns},K={depth}", DTYPE), rows) or rule(rows, columns, depth)
+    return tuned.measured_for(tuned.file_name(tuned.problem(columns, depth), DTYPE), rows) or rule(rows, columns, depth)
 
 
 def gemm(x: Tensor, packed: Tensor, factors: Tensor, group: int, bias: Tensor | None = None,

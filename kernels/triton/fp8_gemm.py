@@ -132,7 +132,7 @@ def rule(rows: int, columns: int, depth: int) -> Config:
 
 @lru_cache(maxsize=4096)
 def config_for(rows: int, columns: int, depth: int) -> Config:
-    name = tuned.file_name(f"N={columns},K={depth}", DTYPE, (BLOCK, BLOCK))
+    name = tuned.file_name(tuned.problem(columns, depth), DTYPE, (BLOCK, BLOCK))
     return tuned.measured_for(name, rows) or rule(rows, columns, depth)
 
 

@@ -119,7 +119,7 @@ def rule(rows: int, columns: int, depth: int) -> Config:
 
 @lru_cache(maxsize=4096)
 def config_for(rows: int, columns: int, depth: int) -> Config:
-    return tuned.measured_for(tuned.file_name(f"N={columns},K={depth}", DTYPE), rows) or rule(rows, columns, depth)
+    return tuned.measured_for(tuned.file_name(tuned.problem(columns, depth), DTYPE), rows) or rule(rows, columns, depth)
 
 
 def gemm(x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype, bias: Tensor | None = None,

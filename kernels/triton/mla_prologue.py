@@ -15,6 +15,7 @@ from glowplug.kernels.triton.mla_absorbed_fp8 import scaled_product
 
 HEADS = 16  #: query heads a program rotates
 GATHERED = 8  #: cache entries a program of ``gather`` copies
+LINE, LINES = 64, 32  #: numbers of a line of a query, of which all are full, and lines a program of ``in_e4m3`` rounds
 FEW = 64  #: decoding tokens up to which W_UK's product is quicker in the prologue than as one of cuBLAS,
 FEW_PAIRS = 2048  #: twice as many where tokens times heads are no more than these; of W_UV's product as well
 UV_STORED = 64  #: columns of W_UV's product that a program makes of stored weights
@@ -261,4 +262,23 @@ def gather(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
     if count:
         _gather[(triton.cdiv(count, GATHERED),)](cache, slots, out, count, cache.stride(0), SIZE=size,
                                                  BLOCK=triton.next_power_of_2(size), ROWS=GATHERED)
+    return out
+
+
+@triton.jit(do_not_specialize=["lines"])
+def _in_e4m3(query, out, lines, LINE: tl.constexpr, LINES: tl.constexpr):
+    line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)[:, None]
+    at, inside = line * LINE + tl.arange(0, LINE)[None, :], line < lines
+    value = tl.load(query + at, mask=inside, other=0.0).to(tl.float32)
+    value = tl.clamp(value, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(out + at, value.to(tl.float8e4nv), mask=inside)
+
+
+def in_e4m3(query: Tensor) -> Tensor:
+    """As ``kernels.mla.in_e4m3``, of contiguous queries of whole lines of 64 numbers."""
+    assert query.is_contiguous() and query.shape[-1] % LINE == 0
+    out = torch.empty_like(query, dtype=torch.float8_e4m3fn)
+    lines = query.numel() // LINE
+    if lines:
+        _in_e4m3[(triton.cdiv(lines, LINES),)](query, out, lines, LINE=LINE, LINES=LINES)
     return out

@@ -23,7 +23,8 @@ from glowplug.kernels.triton.tuned import Config
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 ALIGNING = 4.0  #: microseconds of an alignment of few tokens
 PAIRED = 4  #: tokens up to which one pair a tile may win
-COLUMNS = 8  #: rows an expert gets from which columns of one tile may win side by side
+COLUMNS = 8  #: rows an expert gets from which columns of one tile may win side by side, among gates and ups
+ROUNDS: Config = {"ORDER": "filled", "ROUND": 2}  #: what won there on an H200 with 8 to 128 tokens of V3
 Best = dict[tuple[str, int, bool], tuple[float, Config]]  #: (kind of product, rows a tile, one pair a tile)
 
 
@@ -93,10 +94,13 @@ def expert_candidates(tokens: int, problem: Problem) -> Iterator[tuple[str, Conf
             continue
         few = block <= 64 and load <= 64
         warps, stages = ((4, 8), (3, 4, 6)) if few else ((8, 4), (3, 4))
-        orders: tuple[Config, ...] = ({}, {"ORDER": "columns"}) if few and load >= COLUMNS else ({},)
+        columns: tuple[Config, ...] = ({}, {"ORDER": "columns"}) if few else ({},)
+        orders = columns if load >= COLUMNS else ({},)
         for order, tile in product(orders, fitting_tiles(few, block, (128,), warps, stages, 2)):
             yield "gated", {"BLOCK_M": block, **tile, **order}
-        for order, tile in product(orders, fitting_tiles(few, block, (64, 128) if few else (128,), warps, stages)):
+        for tile in fitting_tiles(few, block, (128,), warps, stages, 4) if few and block <= 32 else ():
+            yield "gated", {"BLOCK_M": block, **tile, **ROUNDS}
+        for order, tile in product(columns, fitting_tiles(few, block, (64, 128) if few else (128,), warps, stages)):
             yield "second", {"BLOCK_M": block, **tile, **order}
             if not few:
                 yield "plain", {"BLOCK_M": block, **tile}

@@ -24,7 +24,8 @@ from glowplug.kernels.triton.tuned import Config
 
 @triton.jit
 def _depth(depth, x_at, xs_at, xs_stride, w_at, weight, w_row, ws_at,
-           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr):
+           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
+           ROUND: tl.constexpr):
     """One product over the whole depth: [M, N], or [N, M] swapped."""
     groups = tl.cdiv(depth, 128)
     x_scale = tl.load(xs_at)
@@ -33,15 +34,17 @@ def _depth(depth, x_at, xs_at, xs_stride, w_at, weight, w_row, ws_at,
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     else:
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for group in range(groups):
-        ahead = tl.minimum(group + 1, groups - 1)
-        next_x_scale = tl.load(xs_at + ahead * xs_stride)
-        next_w_scale = tl.load(ws_at + ahead)
-        x_tile = load_tile(x_at, group, depth, EVEN)
-        w_tile = load_weight(weight, w_row, w_at, group, depth, TMA, EVEN)
-        total = add_scaled(total, x_tile, w_tile, x_scale, w_scale, False, SWAP)
-        x_scale = next_x_scale
-        w_scale = next_w_scale
+    for start in range(0, groups, ROUND):
+        for step in tl.static_range(ROUND):
+            group = start + step
+            ahead = tl.minimum(group + 1, groups - 1)
+            next_x_scale = tl.load(xs_at + ahead * xs_stride)
+            next_w_scale = tl.load(ws_at + ahead)
+            x_tile = load_tile(x_at, group, depth, EVEN)
+            w_tile = load_weight(weight, w_row, w_at, group, depth, TMA, EVEN)
+            total = add_scaled(total, x_tile, w_tile, x_scale, w_scale, False, SWAP)
+            x_scale = next_x_scale
+            w_scale = next_w_scale
     return total
 
 
@@ -67,12 +70,17 @@ def _empty(tile, experts, filled, BLOCK_M: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _part(tiles, ORDER: tl.constexpr):
+def _part(tiles, filled, BLOCK_M: tl.constexpr, ORDER: tl.constexpr):
     """(tile, block of columns) of this program. Programs side by side have the columns of one tile, or all tiles one
-    after another with the same columns."""
+    after another with the same columns; of "filled" ones only, so that programs with nothing to do are the last."""
+    blocks = tl.num_programs(0) // tiles
     if ORDER == "columns":
-        blocks = tl.num_programs(0) // tiles
         tile, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    elif ORDER == "filled":
+        real = tl.load(filled) // BLOCK_M
+        each = tl.maximum(real, 1)
+        block = tl.program_id(0) // each
+        tile = tl.where(block < blocks, tl.program_id(0) % each, real)
     else:
         tile, block = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     return tile, block
@@ -83,7 +91,7 @@ def _product(x, x_scales, weight, stored, w_scales, out, routed, pairs, experts,
              depth, x_stride, xs_stride, ws_expert, ws_stride,
              PER_TOKEN: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
              SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr, ALIGNED: tl.constexpr, ORDER: tl.constexpr,
-             FETCH: tl.constexpr, DEPENDENT: tl.constexpr):
+             ROUND: tl.constexpr, FETCH: tl.constexpr, DEPENDENT: tl.constexpr):
     """out[pair] = x[pair // PER_TOKEN] W_expert^T, times the pair's routing weight where ``WEIGHTED``.
 
     ``FETCH`` above 0: the kernel before began after the alignment was complete, so only its result is waited for.
@@ -91,7 +99,7 @@ def _product(x, x_scales, weight, stored, w_scales, out, routed, pairs, experts,
     if FETCH == 0:
         dependent.wait(DEPENDENT)
     dependent.begin(DEPENDENT)
-    tile, block = _part(tiles, ORDER)
+    tile, block = _part(tiles, filled, BLOCK_M, ORDER)
     if _empty(tile, experts, filled, BLOCK_M, ALIGNED):
         dependent.wait(DEPENDENT)
         return
@@ -108,7 +116,7 @@ def _product(x, x_scales, weight, stored, w_scales, out, routed, pairs, experts,
     w_at = stored + (expert * columns + tl.where(n < columns, n, 0))[:, None] * depth + k[None, :]
     ws_at = w_scales + expert * ws_expert + first // 128 * ws_stride
     total = _depth(depth, x_at, x_scales + row, xs_stride, w_at, weight, (expert * columns + first).to(tl.int32),
-                   ws_at, BLOCK_M, BLOCK_N, SWAP, TMA, EVEN)
+                   ws_at, BLOCK_M, BLOCK_N, SWAP, TMA, EVEN, ROUND)
     if SWAP:
         total = total.T
     if WEIGHTED:
@@ -122,11 +130,11 @@ def _product(x, x_scales, weight, stored, w_scales, out, routed, pairs, experts,
 def _gated(x, x_scales, weight, stored, w_scales, values, scales, pairs, experts, filled, tiles, total_pairs,
            inter, depth, x_stride, xs_stride, ws_expert, ws_stride, scale_stride,
            PER_TOKEN: tl.constexpr, BLOCK_M: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
-           ALIGNED: tl.constexpr, ORDER: tl.constexpr, DEPENDENT: tl.constexpr):
+           ALIGNED: tl.constexpr, ORDER: tl.constexpr, ROUND: tl.constexpr, DEPENDENT: tl.constexpr):
     """values[pair], scales[pair] = quantised silu(x G^T) * (x U^T), 128 columns a program."""
     dependent.wait(DEPENDENT)
     dependent.begin(DEPENDENT)  # behind the wait: what begins now may read the alignment
-    tile, block = _part(tiles, ORDER)
+    tile, block = _part(tiles, filled, BLOCK_M, ORDER)
     if _empty(tile, experts, filled, BLOCK_M, ALIGNED):
         return
     first = block * 128
@@ -149,16 +157,18 @@ def _gated(x, x_scales, weight, stored, w_scales, values, scales, pairs, experts
     else:
         gate = tl.zeros((BLOCK_M, 128), tl.float32)
         up = tl.zeros((BLOCK_M, 128), tl.float32)
-    for group in range(groups):
-        ahead = tl.minimum(group + 1, groups - 1)
-        next_x_scale = tl.load(xs_at + ahead * xs_stride)
-        next_gate_scale, next_up_scale = tl.load(gs_at + ahead), tl.load(us_at + ahead)
-        x_tile = load_tile(x_at, group, depth, EVEN)
-        gate_tile = load_weight(weight, gate_row.to(tl.int32), gate_at, group, depth, TMA, EVEN)
-        up_tile = load_weight(weight, up_row.to(tl.int32), up_at, group, depth, TMA, EVEN)
-        gate = add_scaled(gate, x_tile, gate_tile, x_scale, gate_scale, False, SWAP)
-        up = add_scaled(up, x_tile, up_tile, x_scale, up_scale, False, SWAP)
-        x_scale, gate_scale, up_scale = next_x_scale, next_gate_scale, next_up_scale
+    for start in range(0, groups, ROUND):
+        for step in tl.static_range(ROUND):
+            group = start + step
+            ahead = tl.minimum(group + 1, groups - 1)
+            next_x_scale = tl.load(xs_at + ahead * xs_stride)
+            next_gate_scale, next_up_scale = tl.load(gs_at + ahead), tl.load(us_at + ahead)
+            x_tile = load_tile(x_at, group, depth, EVEN)
+            gate_tile = load_weight(weight, gate_row.to(tl.int32), gate_at, group, depth, TMA, EVEN)
+            up_tile = load_weight(weight, up_row.to(tl.int32), up_at, group, depth, TMA, EVEN)
+            gate = add_scaled(gate, x_tile, gate_tile, x_scale, gate_scale, False, SWAP)
+            up = add_scaled(up, x_tile, up_tile, x_scale, up_scale, False, SWAP)
+            x_scale, gate_scale, up_scale = next_x_scale, next_gate_scale, next_up_scale
     inner = gate / (1.0 + tl.exp(-gate)) * up
     if SWAP:
         inner = inner.T
@@ -195,7 +205,8 @@ def config_for(tokens: int, per_token: int, experts: int, inter: int, hidden: in
     a tile is one pair (``PAIRED``; left out: no).
 
     A product: columns a program (``BLOCK_N``), are weights the left operand (``SWAP``) and read through descriptors
-    (``TMA``), whose programs lie side by side (``ORDER``: "columns" of one tile or, left out, "tiles"), warps, stages.
+    (``TMA``), whose programs lie side by side (``ORDER``: "columns" of one tile, "filled" tiles or, left out, "tiles"),
+    groups of the depth read side by side (``ROUND``; left out: 1), warps, stages.
     """
     return tuned.measured_for(table_name(experts, inter, hidden), tokens) or rule(tokens, per_token, experts)
 
@@ -231,8 +242,12 @@ def tiles_of(ids: Tensor, experts: int, config: Config) -> Tiles:
 
 def _options(config: Config, tile: int, depth: int, columns: int, tiles: Tiles) -> dict[str, Any]:
     """Compile-time arguments of one product."""
-    return {"ORDER": "tiles", **config, **dependent.options(), "BLOCK_M": tile, "EVEN": depth % BLOCK == 0,
-            "ALIGNED": tiles.aligned, "TMA": config["TMA"] and depth % 16 == 0 and columns % config["BLOCK_N"] == 0}
+    order = config.get("ORDER", "tiles")
+    whole = depth % (BLOCK * config.get("ROUND", 1)) == 0
+    return {**config, **dependent.options(), "BLOCK_M": tile, "EVEN": depth % BLOCK == 0, "ALIGNED": tiles.aligned,
+            "ORDER": order if tiles.aligned or order != "filled" else "tiles",
+            "ROUND": config.get("ROUND", 1) if whole else 1,
+            "TMA": config["TMA"] and depth % 16 == 0 and columns % config["BLOCK_N"] == 0}
 
 
 def product(x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, tiles: Tiles, tile: int, pairs: int,

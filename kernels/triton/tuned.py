@@ -9,10 +9,12 @@ import json
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 FOLDER = Path(__file__).resolve().parent.parent / "configs"
+CUBLAS = "cublas"  #: a head's "way" at numbers of rows for which no kernel of ours is faster
 Config = Mapping[str, Any]
+Measured = TypeVar("Measured")
 
 
 def device_name() -> str:
@@ -47,6 +49,16 @@ def file_name(problem: str, dtype: str, block_shape: tuple[int, int] | None = No
     return f"{problem},device_name={card},dtype={dtype}{blocks},triton={version}.json"
 
 
+def problem(columns: int, depth: int) -> str:
+    """A product [rows, depth] x [columns, depth]^T, as tables and their files name it."""
+    return f"N={columns},K={depth}"
+
+
+def head_file_name(vocab: int, hidden: int, machine: tuple[str, str] | None = None) -> str:
+    """Of the head's scores: float32 from bfloat16."""
+    return file_name(problem(vocab, hidden), "bfloat16_to_float32", machine=machine)
+
+
 @cache
 def table(name: str) -> dict[int, Config] | None:
     """The table in file ``name``, rows in ascending order; None: there is none."""
@@ -71,6 +83,6 @@ def measured_for(name: str, rows: int) -> Config | None:
     return nearest(found, rows) if found and rows <= 2 * max(found) else None
 
 
-def nearest(configs: Mapping[int, Config], rows: int) -> Config:
-    """The configuration measured for the number of rows nearest to ``rows``; the larger of two as near."""
-    return configs[min(configs, key=lambda measured: (abs(measured - rows), -measured))]
+def nearest(table: Mapping[int, Measured], rows: int) -> Measured:
+    """What was measured for the number of rows nearest to ``rows``; the larger of two as near."""
+    return table[min(table, key=lambda measured: (abs(measured - rows), -measured))]
