@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from glowplug.core.errors import ConfigError, GlowplugError, Refusal
+from glowplug.core.errors import ConfigError, GlowplugError, PluginLoadError, Refusal
 from glowplug.core.plan import EnginePlan
 from glowplug.core.plugin_loading import import_factory
 from glowplug.core.plugins import PluginSet
@@ -64,13 +64,11 @@ def _tune(args: argparse.Namespace, found: Tuner, plugin: str, config: Mapping[s
           folder: Path) -> int:
     started = time.monotonic()
     plan = _plan(config, plugins, folder)
-    factory: Callable[[EnginePlan], TableTuner] = import_factory(found, plugin)
+    factory = _factory(found, plugin)
     tuner, shapes, rows = factory(plan), layer_shapes(plan, plugins), tuple(args.rows)
-    tables = tuner.tables(shapes, rows)
-    if args.tables:
-        tables = [table for table in tables if table.label in args.tables]
+    tables = _asked(tuner.tables(shapes, rows), args.tables)
     if args.only_list or not tables:
-        _show(tables)
+        _show(tables, "run it without --list")
         return 0 if tables else _nothing(args.tuner)
     if found.device not in ("", plan.device) and not args.ray:
         raise ValueError(f"{found.name} measures on {found.device}, and here the device is {plan.device}: run it where "
@@ -83,6 +81,27 @@ def _tune(args: argparse.Namespace, found: Tuner, plugin: str, config: Mapping[s
     labels = {table.label for table in tables}
     _show([table for table in tuner.tables(shapes, rows) if table.label in labels])
     return 0
+
+
+def _factory(found: Tuner, plugin: str) -> Callable[[EnginePlan], TableTuner]:
+    """The tuner's class. PluginLoadError; ValueError naming the package that is missing."""
+    try:
+        return import_factory(found, plugin)
+    except PluginLoadError as error:
+        cause = error.__cause__
+        package = (cause.name or "").partition(".")[0] if isinstance(cause, ModuleNotFoundError) else ""
+        if package in ("", "glowplug"):
+            raise
+        raise ValueError(f"{found.name} needs {package}, which is not installed: pip install {package}") from error
+
+
+def _asked(tables: list[TuneTable], labels: list[str]) -> list[TuneTable]:
+    """Tables of these labels, or all. ValueError for a label that this model does not have."""
+    known = {table.label for table in tables}
+    unknown = [label for label in labels if label not in known]
+    if unknown and known:
+        raise ValueError(f"no table {unknown[0]!r}; this model has: {', '.join(sorted(known))}")
+    return [table for table in tables if not labels or table.label in labels]
 
 
 def _plan(config: Mapping[str, Any], plugins: PluginSet, folder: Path) -> EnginePlan:
@@ -110,10 +129,10 @@ def _nothing(name: str) -> int:
     return 0
 
 
-def _show(tables: list[TuneTable]) -> None:
+def _show(tables: list[TuneTable], how: str = "run the same command again to go on") -> None:
     for table in tables:
         left = f", missing {', '.join(map(str, table.missing))}" if table.missing else ""
         print(f"{table.label}: {len(table.rows) - len(table.missing)} of {len(table.rows)} in {table.path}{left}")
     if any(table.missing for table in tables):
-        print("not complete: run the same command again to go on")
+        print(f"not complete: {how}")
 

@@ -31,7 +31,8 @@ class AwqOptions(QuantizationOptions):
     use: Literal["awq"] = "awq"
     gemm: Literal["auto", "triton", "cublas"] = Field(
         "auto", description="who multiplies linear layers on a CUDA device: our own kernel, which unpacks weights as "
-                            "it goes, or cuBLAS behind one that dequantises them; auto: by rows, as measured",
+                            "it goes, or cuBLAS behind one that dequantises them; auto: for each shape and number of "
+                            "rows whoever was measured fastest",
         json_schema_extra={"provider": "linear"})
     dequantize: bool = Field(False, description="keep weights in the compute dtype on a CUDA device as well")
 

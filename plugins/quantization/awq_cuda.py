@@ -25,6 +25,7 @@ from glowplug.kernels.triton.moe_sum import moe_sum
 from glowplug.plugins.quantization.awq_runtime import Awq, Put, Source
 from glowplug.plugins.quantization.dense import Biased, expert_slices, linear_slices
 from glowplug.plugins.quantization.dense_cuda import shared_slices
+from glowplug.plugins.quantization.gemm_order import AWQ, AWQ_ROWS, ByShape, Table
 
 if TYPE_CHECKING:
     from glowplug.plugins.quantization.awq import AwqOptions
@@ -35,19 +36,39 @@ WHOLE = slice(None)
 class AwqCuda(Awq):
     """``QuantizationScheme``: a shared expert rides with the routed ones where its slices are whole groups."""
 
-    LEAST = 512  #: rows from which dequantising first was measured faster
-
     def __init__(self, options: AwqOptions, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
         width = plan.facts.model.config.get("moe_intermediate_size") or 0
         self.fuses_shared = self._source.group < 0 or width % self._source.group == 0
-        self._least = {"auto": self.LEAST, "triton": 1 << 60, "cublas": 1}[options.gemm]
+        self._multiply = Multiply(options.gemm)
 
     def linear(self, shape: LinearShape) -> LinearMethod:
-        return AwqLinearCuda(shape, self._dtype, self._device, self._source, self._least)
+        return AwqLinearCuda(shape, self._dtype, self._device, self._source, self._multiply)
 
     def experts(self, shape: ExpertsShape) -> ExpertsMethod:
         return AwqExpertsCuda(shape, self._dtype, self._device, self._source)
+
+
+class Multiply:
+    """x W^T over int4 weights, by ``wanted``: "triton" (our own kernel), "cublas" (the weight dequantised first), or
+    "auto"."""
+
+    def __init__(self, wanted: str = "auto", table: Table | None = None) -> None:
+        self._wanted = wanted
+        self._fastest = ByShape(AWQ.kind, AWQ_ROWS, table)
+
+    def __call__(self, x: Tensor, packed: Tensor, factors: Tensor, group: int, bias: Tensor | None) -> Tensor:
+        """x [T, K], packed and factors as of ``awq_gemm`` -> [T, N]."""
+        if self.pick(x.shape[0], packed.shape[1], x.shape[1]) == "triton":
+            return awq_gemm.gemm(x if x.stride(-1) == 1 else x.contiguous(), packed, factors, group, bias)
+        weight = awq_gemm.dequantize(packed, factors, x.shape[1], group, x.dtype).t()
+        return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+
+    def pick(self, rows: int, columns: int, depth: int) -> str:
+        """Who multiplies [rows, depth] x [columns, depth]^T."""
+        if not rows:
+            return "triton"
+        return self._fastest.pick(rows, columns, depth) if self._wanted == "auto" else self._wanted
 
 
 class Packed:
@@ -78,13 +99,13 @@ class Packed:
 
 
 class AwqLinearCuda(Biased):
-    """``LinearMethod``. ``least``: rows from which the weight is dequantised first."""
+    """``LinearMethod``."""
 
     input_format = "plain"
 
-    def __init__(self, shape: LinearShape, dtype: torch.dtype, device: str, source: Source, least: int) -> None:
+    def __init__(self, shape: LinearShape, dtype: torch.dtype, device: str, source: Source, multiply: Multiply) -> None:
         super().__init__(shape, dtype, device)
-        self._dtype, self._source, self._least = dtype, source, least
+        self._dtype, self._source, self._multiply = dtype, source, multiply
         self._held = Packed(1, sum(shape.outputs), shape.inputs, source, dtype, device)
         self._group = self._held.weights.group
         self.weight, self.factors = self._held.packed[0], self._held.factors[0]
@@ -96,11 +117,7 @@ class AwqLinearCuda(Biased):
 
     def apply(self, x: Tensor | Quantized) -> Tensor:
         values = x.values if isinstance(x, Quantized) else x
-        if len(values) < self._least:
-            values = values if values.stride(-1) == 1 else values.contiguous()
-            return awq_gemm.gemm(values, self.weight, self.factors, self._group, self.bias)
-        weight = self.dense().t()
-        return torch.mm(values, weight) if self.bias is None else torch.addmm(self.bias, values, weight)
+        return self._multiply(values, self.weight, self.factors, self._group, self.bias)
 
     def dense(self) -> Tensor:
         return awq_gemm.dequantize(self.weight, self.factors, self.shape.inputs, self._group, self._dtype)

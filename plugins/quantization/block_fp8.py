@@ -11,14 +11,16 @@ from glowplug.core.errors import Refusal
 from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import QuantizationOffers
 from glowplug.core.options import QuantizationOptions
-from glowplug.plugins.quantization.experts_bytes import CAST, DEEP_GEMM, fp8_experts
+from glowplug.plugins.quantization.experts_bytes import CAST, DEEP_GEMM, fp8_experts, fp8_turns
 from glowplug.plugins.quantization.triton_needed import check_libraries, check_triton
 
 METHOD = "fp8"  #: the checkpoint's ``quant_method``
 #: packages of the libraries that ``gemm`` and ``experts`` name
 LIBRARIES = {"triton": ("triton",), "deep_gemm": DEEP_GEMM, "cutlass": ("sglang-kernel",),
              "flashinfer": ("flashinfer-python",)}
-HALVES = frozenset({"cutlass", "cublas"})  #: who makes results in 16 bits alone
+MASKED = {"deep_gemm_masked": DEEP_GEMM}  #: a name of ``experts`` alone
+#: who makes results in 16 bits alone
+HALVES = frozenset({"cutlass", "cublas", "deep_gemm", "deep_gemm_masked", "flashinfer"})
 
 
 class BlockFp8Options(QuantizationOptions):
@@ -30,9 +32,11 @@ class BlockFp8Options(QuantizationOptions):
     gemm: Literal["auto", "triton", "deep_gemm", "cutlass", "cublas", "flashinfer"] = Field(
         "auto", description="who multiplies linear layers in FP8 on a CUDA device; auto: for each shape whoever was "
                             "measured fastest among those installed", json_schema_extra={"provider": "linear"})
-    experts: Literal["auto", "triton", "deep_gemm"] = Field(
+    experts: Literal["auto", "triton", "deep_gemm", "deep_gemm_masked", "cutlass"] = Field(
         "auto", description="who multiplies routed experts in FP8 on a CUDA device; auto: DeepGEMM where it is "
-                            "installed and experts get many rows each, our own kernels otherwise",
+                            "installed, experts get many rows each and the dtype has 16 bits, our own kernels "
+                            "otherwise; deep_gemm_masked: its masked layout for steps of up to 512 tokens, auto for "
+                            "larger ones; cutlass: sgl_kernel's grouped product",
         json_schema_extra={"provider": "experts"})
 
     def dequantizes(self, device: str, offers: QuantizationOffers) -> bool:
@@ -64,10 +68,14 @@ def check_block_fp8(context: CheckContext) -> Iterator[Refusal]:
 
 def _results(context: CheckContext) -> Iterator[Refusal]:
     """A library that was named must make results in the compute dtype."""
-    gemm, dtype = context.options.gemm, context.values["dtype"]
-    if context.values["device"] == "cuda" and gemm in HALVES and dtype == "float32":
-        yield Refusal("block_fp8", "quantization.gemm", f"{gemm} makes results in 16 bits alone, the dtype is {dtype}",
-                      'quantization.gemm = "auto" (or dtype = "bfloat16")')
+    dtype = context.values["dtype"]
+    if context.values["device"] != "cuda" or dtype != "float32":
+        return
+    for name in context.options.provider_fields():
+        value = getattr(context.options, name)
+        if value in HALVES:
+            yield Refusal("block_fp8", f"quantization.{name}", f"{value} makes results in 16 bits alone, the dtype is "
+                          f"{dtype}", f'quantization.{name} = "auto" (or dtype = "bfloat16")')
 
 
 @hookimpl
@@ -77,6 +85,6 @@ def register_quantization_schemes() -> list[Component]:
         factory="glowplug.plugins.quantization.block_fp8_runtime:block_fp8",
         offers=QuantizationOffers(reads=frozenset({METHOD}), online=True, block_shape=(128, 128),
                                   dequantizes=frozenset({"cpu"}), cast_bytes=CAST, rides=True,
-                                  experts_work=fp8_experts),
-        uses=LIBRARIES,
+                                  experts_work=fp8_experts, turns=fp8_turns),
+        uses={**LIBRARIES, **MASKED},
         summary="E4M3 weights in 128x128 blocks, native or quantised while loading")]

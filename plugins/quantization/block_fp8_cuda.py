@@ -24,7 +24,6 @@ from glowplug.core.protocols import (
 from glowplug.kernels import fp8
 from glowplug.kernels.triton import fp8_quant, moe_gemm_fp8
 from glowplug.kernels.triton.moe_sum import moe_sum
-from glowplug.plugins.quantization import fp8_grouped
 from glowplug.plugins.quantization.block_fp8_runtime import BlockFp8
 from glowplug.plugins.quantization.block_fp8_weights import (
     BLOCK,
@@ -34,7 +33,12 @@ from glowplug.plugins.quantization.block_fp8_weights import (
     whole_blocks,
 )
 from glowplug.plugins.quantization.dense import PARTS13, Biased, expert_slices, linear_slices
+from glowplug.plugins.quantization.experts_bytes import by_dtype
+from glowplug.plugins.quantization.experts_library import GroupedExperts
+from glowplug.plugins.quantization.fp8_cutlass import Cutlass
 from glowplug.plugins.quantization.fp8_gemm import Providers
+from glowplug.plugins.quantization.fp8_grouped import Grouped
+from glowplug.plugins.quantization.fp8_masked import Masked
 
 if TYPE_CHECKING:
     from glowplug.plugins.quantization.block_fp8 import BlockFp8Options
@@ -51,13 +55,20 @@ class BlockFp8Cuda(BlockFp8):
     def __init__(self, options: BlockFp8Options, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
         self._providers = Providers(options.gemm, dtype=self._dtype)
-        self._grouped = fp8_grouped.Grouped(options.experts)
+        self._grouped = grouped(by_dtype(options.experts, self._dtype.itemsize))
 
     def linear(self, shape: LinearShape) -> LinearMethod:
         return Fp8LinearCuda(shape, self._dtype, self._device, self._native, self._providers)
 
     def experts(self, shape: ExpertsShape) -> ExpertsMethod:
         return Fp8ExpertsCuda(shape, self._dtype, self._device, self._native, self._grouped)
+
+
+def grouped(wanted: str) -> GroupedExperts:
+    """Who multiplies the steps of routed experts that our own kernels do not, as ``quantization.experts`` says."""
+    if wanted == "deep_gemm_masked":
+        return Masked()
+    return Cutlass() if wanted == "cutlass" else Grouped(wanted)
 
 
 def quantized(x: Tensor | Quantized) -> tuple[Tensor, Tensor]:
@@ -130,7 +141,7 @@ class Fp8ExpertsCuda:
     input_format = FORMAT
 
     def __init__(self, shape: ExpertsShape, dtype: torch.dtype, device: str, native: bool,
-                 grouped: fp8_grouped.Grouped) -> None:
+                 grouped: GroupedExperts) -> None:
         if shape.inter_start % BLOCK:
             raise ValueError(f"{shape.prefix}: a slice from channel {shape.inter_start} cuts blocks of {BLOCK}")
         self.shape, self._dtype, self._native = shape, dtype, native

@@ -23,11 +23,13 @@ class CudaLinear(DenseLinear):
         half = dtype in HALF and self.rows.is_cuda
         self._widens = shape.wide and half and not shape.bias
         self._few = _few if half and tiles_run_on(device) else None
+        self._wide = _wide if self._widens and tiles_run_on(device) else None
 
     def apply(self, x: Tensor | Quantized) -> Tensor:
         values = x.values if isinstance(x, Quantized) else x
         if self._widens:
-            return torch.mm(values, self.weight, out_dtype=torch.float32)
+            scores = None if self._wide is None else self._wide(values, self.rows)
+            return torch.mm(values, self.weight, out_dtype=torch.float32) if scores is None else scores
         product = None if self._few is None else self._few(values, self.rows, self.bias)
         return super().apply(values) if product is None else product
 
@@ -43,6 +45,14 @@ def _few(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
 
     tile = skinny_gemm.rule(len(x), *weight.shape)
     return None if tile is None else skinny_gemm.multiply(x, weight, bias, tile)
+
+
+def _wide(x: Tensor, weight: Tensor) -> Tensor | None:
+    """The product in float32 where a table of this card has a kernel of our own that is faster than cuBLAS."""
+    from glowplug.kernels.triton import head_gemm  # behind a check that Triton is there
+
+    config = head_gemm.config_for(len(x), *weight.shape)
+    return None if config is None or not head_gemm.fits(x, weight) else head_gemm.multiply(x, weight, config)
 
 
 def _parts(x: Tensor, weight: Tensor) -> Parts | None:

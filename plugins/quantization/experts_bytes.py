@@ -7,10 +7,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from glowplug.core.memory.work import SHOWN, ExpertsStep, Work, tiled_rows
 from glowplug.kernels.triton import moe_tiles, tuned
 from glowplug.kernels.triton.tuned import Config
+
+if TYPE_CHECKING:
+    from glowplug.plugins.quantization.block_fp8 import BlockFp8Options
 
 GROUP = 128  #: numbers with one scale
 CAST = 1 + SHOWN / GROUP  #: bytes of a number as FP8 products read it, its scale's share among them
@@ -18,6 +22,10 @@ TILE = 128  #: rows that one expert's are filled up to for DeepGEMM
 #: rows an expert gets on average from which sorting them for DeepGEMM pays (H200: 3.34 against 3.41 ms at 36)
 LEAST_LOAD = 35
 DEEP_GEMM = ("sgl-deep-gemm", "deep-gemm")  #: packages that bring it
+MASKED_TOKENS = 512  #: of the largest steps in DeepGEMM's masked layout, where every expert has rows for all of them
+HALF = 2  #: bytes of a number of the libraries' results
+CUTLASS_WORKSPACE = 1 << 17  #: two descriptors for each processor and operand, and for those of results
+LAYOUT = 5  #: int32 numbers that say how a group's scales lie
 
 
 def dense_experts(step: ExpertsStep) -> Work:
@@ -56,8 +64,33 @@ def _dense(step: ExpertsStep, up: Config) -> Work:
 
 
 def fp8_experts(step: ExpertsStep) -> Work:
-    """By DeepGEMM's grouped product where experts get many rows each, else by our own."""
-    if grouped_pays(step.options.experts, step.tokens, step.chosen, step.count) and any(
+    """By the library that is named, DeepGEMM's grouped product where experts get many rows each, or our own."""
+    wanted = by_dtype(step.options.experts, step.element)
+    if wanted == "cutlass":
+        return _packed(step)
+    if wanted == "deep_gemm_masked":
+        masked = _masked(replace(step, tokens=min(step.tokens, MASKED_TOKENS)))
+        return masked if step.tokens <= MASKED_TOKENS else _more(_by_load(step, "auto"), masked)
+    return _by_load(step, wanted)
+
+
+def by_dtype(wanted: str, element: int) -> str:
+    """``quantization.experts`` for activations of ``element`` bytes a number: whom auto may choose makes 16 bits."""
+    return "triton" if wanted == "auto" and element > HALF else wanted
+
+
+def fp8_turns(options: BlockFp8Options) -> tuple[int, ...]:
+    """Larger steps than those in the masked layout have rows for the pairs that there are."""
+    return (MASKED_TOKENS,) if options.experts == "deep_gemm_masked" else ()
+
+
+def _more(work: Work, other: Work) -> Work:
+    """Of ``work``, where a smaller step may be the ``other``."""
+    return Work(max(work.most, other.most), max(work.left, other.left), max(work.extra, other.extra))
+
+
+def _by_load(step: ExpertsStep, wanted: str) -> Work:
+    if grouped_pays(wanted, step.tokens, step.chosen, step.count) and any(
             step.packages.get(name) for name in DEEP_GEMM):
         return _grouped(step)
     return step.summed(0, int(step.pairs * step.inter * (2 * step.element + CAST)))
@@ -75,12 +108,34 @@ def grouped_pays(wanted: str, tokens: int, chosen: int, experts: int) -> bool:
     return wanted == "deep_gemm"
 
 
+def masked_rows(tokens: int) -> int:
+    """Rows of every expert in DeepGEMM's masked layout: each token's, filled up to whole tiles."""
+    return -(-tokens // TILE) * TILE
+
+
 def _grouped(step: ExpertsStep) -> Work:
-    """See ``fp8_grouped.Grouped.experts``: rows in order of experts, filled up; gate and up; their product; results."""
+    """See ``fp8_grouped.Grouped.experts``."""
     rows = tiled_rows(step.pairs, step.count, TILE)
+    return _in_order(step, rows, (step.pairs + 3 * rows) * SHOWN, step.element)  # places, and who is whose
+
+
+def _masked(step: ExpertsStep) -> Work:
+    """See ``fp8_masked.Masked.experts``."""
+    return _in_order(step, step.count * masked_rows(step.tokens), (step.pairs + step.count) * SHOWN, HALF)
+
+
+def _packed(step: ExpertsStep) -> Work:
+    """See ``fp8_cutlass.Cutlass.experts``: an expert has a start, two problems of three numbers and three strides, and
+    in a product five pointers, two layouts and, within the library, another problem."""
+    told = (1 + 6) * SHOWN + 3 * 2 * SHOWN + (5 + 3) * 2 * SHOWN + 2 * LAYOUT * SHOWN
+    return _in_order(step, step.pairs, step.pairs * SHOWN + step.count * told + CUTLASS_WORKSPACE, HALF)
+
+
+def _in_order(step: ExpertsStep, rows: int, kept: int, element: int) -> Work:
+    """Rows in order of experts; gate and up; their product; results. ``element``: bytes of the products' results."""
     given, both, inner, outer = (int(rows * size) for size in (
-        step.hidden * CAST, 2 * step.inter * step.element, step.inter * CAST, step.hidden * step.element))
+        step.hidden * CAST, 2 * step.inter * element, step.inter * CAST, step.hidden * element))
     out = step.tokens * step.hidden * step.element
-    kept = (step.pairs + 3 * rows) * SHOWN  # places, and who is whose
-    most = max(given + both, both + inner, inner + outer, outer + out)
+    summed = out if step.element == element else out + step.tokens * step.hidden * element
+    most = max(given + both, both + inner, inner + outer, outer + summed)
     return Work(kept + most, out, given + both + inner + outer + out - most)

@@ -4,8 +4,7 @@ Operands are as in ``kernels/triton/fp8_gemm.py``. A library is looked for when 
 """
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,10 +12,10 @@ import torch
 from torch import Tensor
 
 from glowplug.core.errors import GlowplugError
-from glowplug.kernels.cards import unfit_for_libraries
 from glowplug.kernels.triton import tuned
-from glowplug.plugins.quantization import fp8_order
+from glowplug.plugins.quantization import gemm_order
 from glowplug.plugins.quantization.block_fp8 import HALVES
+from glowplug.plugins.quantization.libraries import library
 
 BLOCK = 128
 
@@ -62,13 +61,10 @@ class _Library:
         return self._missing
 
     def _find(self) -> str:
-        unfit = "" if self.own else unfit_for_libraries()
-        if unfit:
-            return f"{self.module}.{self.function} is {unfit}"
         try:
-            self._call = getattr(importlib.import_module(self.module), self.function)
-        except Exception as error:  # NOTE: on a machine without its card a library raises anything, not ImportError.
-            return f"{self.module}.{self.function}: {type(error).__name__}: {error}"
+            self._call = library("gemm", self.name, self.module, (self.function,), self.own)
+        except GlowplugError as error:
+            return str(error)
         return ""
 
 
@@ -168,17 +164,15 @@ class Providers:
     """Picks who multiplies a shape with results in ``dtype``: ``wanted`` by name, or "auto": by the card's table of
     measurements."""
 
-    def __init__(self, wanted: str = "auto", table: Mapping[str, Mapping[str, str]] | None = None,
+    def __init__(self, wanted: str = "auto", table: gemm_order.Table | None = None,
                  dtype: torch.dtype = torch.bfloat16) -> None:
         self._all: dict[str, Gemm] = {provider.name: provider() for provider in PROVIDERS}
         self._whole = dtype.itemsize > 2
         self._wanted = wanted
-        self._measured = {problem: sorted((int(rows), name) for rows, name in row.items())
-                          for problem, row in (measured_table() if table is None else table).items()}
+        self._measured = gemm_order.by_shape(measured_table() if table is None else table)
         self._picked: dict[tuple[int, int, int], Gemm] = {}
         if wanted != "auto" and self._all[wanted].missing():
-            raise GlowplugError(f"quantization.gemm = {wanted!r} cannot be used: {self._all[wanted].missing()}; "
-                                'leave quantization.gemm out, or install the library')
+            raise GlowplugError(self._all[wanted].missing())
 
     def pick(self, rows: int, columns: int, depth: int) -> Gemm:
         """For a product [rows, depth] x [columns, depth]^T whose scales are those of whole blocks."""
@@ -197,17 +191,17 @@ class Providers:
         if self._wanted != "auto":
             yield from (self._wanted, TritonGemm.name)
             return
-        measured = self._measured.get(f"N={columns},K={depth}")
+        measured = self._measured.get((columns, depth))
         if measured:
-            yield min(measured, key=lambda entry: (abs(entry[0] - rows), -entry[0]))[1]
-        yield from (fp8_order.UNMEASURED_FEW if rows <= fp8_order.FEW else fp8_order.UNMEASURED)
+            yield tuned.nearest(measured, rows)
+        yield from (gemm_order.UNMEASURED_FEW if rows <= gemm_order.FEW else gemm_order.UNMEASURED)
 
 
-def measured_table() -> Mapping[str, Mapping[str, str]]:
-    """{"N=2112,K=7168": {rows: the fastest provider}} of the current card; empty where nobody has measured."""
-    return fp8_order.measured(tuned.device_name())
+def measured_table() -> gemm_order.Table:
+    """Of the current card; empty where nobody has measured."""
+    return gemm_order.measured(gemm_order.FP8.kind, tuned.device_name())
 
 
 def provider_path() -> Path:
     """Where ``measured_table`` looks."""
-    return fp8_order.FOLDER / fp8_order.table_name(tuned.device_name())
+    return gemm_order.table_path(gemm_order.FP8.kind, tuned.device_name())

@@ -2,7 +2,6 @@
 takes time."""
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Callable
 from inspect import signature
@@ -12,14 +11,15 @@ import torch
 from torch import Tensor
 
 from glowplug.core.errors import GlowplugError
-from glowplug.kernels.cards import unfit_for_libraries
 from glowplug.kernels.triton import fp8_quant
 from glowplug.kernels.triton.moe_align import Alignment, align
 from glowplug.kernels.triton.moe_sort import gather_rows, sum_placed
 from glowplug.plugins.quantization.experts_bytes import TILE, grouped_pays
+from glowplug.plugins.quantization.libraries import library
 
 USUAL_LOAD = 256  #: what DeepGEMM is told to expect, the same at any load so that it compiles one kernel a product
 LIBRARY = "deep_gemm"
+NAMES = ("m_grouped_fp8_gemm_nt_contiguous",)
 ENDS = "use_psum_layout"  #: the library's word for layouts that say where each expert's rows end
 log = logging.getLogger("glowplug")
 
@@ -31,21 +31,18 @@ class Grouped:
         self._wanted = wanted
         self._multiply: Any = None
         self._by_ends = False
-        unfit = unfit_for_libraries()
-        if unfit and wanted == "deep_gemm":
-            raise GlowplugError(f'quantization.experts = "deep_gemm" is {unfit}; leave it out')
-        if wanted == "triton" or unfit:
+        if wanted == "triton":
             return
         try:
-            self._multiply = importlib.import_module(LIBRARY).m_grouped_fp8_gemm_nt_contiguous
+            self._multiply = library("experts", "deep_gemm", LIBRARY, NAMES)
             self._by_ends = _takes_ends(self._multiply)
-        except Exception as error:  # NOTE: on a machine without its card a library raises anything, not ImportError.
+        except GlowplugError as error:
             if wanted == "deep_gemm":
-                raise GlowplugError(f'quantization.experts = "deep_gemm" cannot be used: {error}; leave it out, or '
-                                    "install the library") from error
-            if not isinstance(error, ModuleNotFoundError) or error.name != LIBRARY:
+                raise
+            why = error.__cause__  #: of a library that was looked for
+            if why and not (isinstance(why, ModuleNotFoundError) and why.name == LIBRARY):
                 log.warning("quantization.experts: DeepGEMM is installed and cannot be used, so our own kernels "
-                            "multiply every load: %s: %s", type(error).__name__, error)
+                            "multiply every load: %s: %s", type(why).__name__, why)
 
     def pays(self, tokens: int, per_token: int, experts: int) -> bool:
         return self._multiply is not None and grouped_pays(self._wanted, tokens, per_token, experts)

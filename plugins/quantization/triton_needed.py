@@ -14,7 +14,9 @@ TRITON = Package("triton", ">=3.5")
 def check_triton(context: CheckContext, name: str, otherwise: str) -> Iterator[Refusal]:
     """On CUDA: a card that the kernels are made for, and Triton. ``otherwise``: the option that does without them, by
     keeping weights in the compute dtype."""
-    without = f'quantization.use = "{name}" with quantization.{otherwise}, which keeps weights in the compute dtype'
+    named = [option for option in context.options.provider_fields() if getattr(context.options, option) != "auto"]
+    settings = " and ".join(f"quantization.{one}" for one in (otherwise, *(f'{option} = "auto"' for option in named)))
+    without = f'quantization.use = "{name}" with {settings}, which keeps weights in the compute dtype'
     machine = context.facts.hardware
     cards = sorted({card.compute for card in machine.devices} - TILES)
     if context.values["device"] != "cuda":

@@ -36,7 +36,7 @@ class Fp8GemmTuner:
             if shape.name not in shapes.quantized:
                 continue
             columns, depth = sum(shape.outputs), shape.inputs
-            problem = f"N={columns},K={depth}"
+            problem = tuned.problem(columns, depth)
             path = tuned.FOLDER / tuned.file_name(problem, fp8_gemm.DTYPE, (BLOCK, BLOCK))
             both = set(rows_in(path)) & set(providers_in(provider_path(), problem))
             found[problem] = TuneTable(problem, path, rows or fp8_tuning.ROWS, tuple(sorted(both)), (columns, depth))
@@ -79,13 +79,18 @@ class Operands:
         self.columns, whole = columns, -(-columns // BLOCK) * BLOCK
         self.x, self.x_scales = fp8_quant.quantize(torch.randn(rows, depth, device=device).bfloat16())
         self.weights = [torch.randn(whole, depth, device=device).to(torch.float8_e4m3fn)
-                        for _ in range(min(16, max(2, COLD // (whole * depth))))]
+                        for _ in range(copies(whole * depth))]
         self.w_scales = torch.full((whole // BLOCK, -(-depth // BLOCK)), 0.01, device=device)
 
     def calls(self, product: Callable[..., Any], pads: bool) -> list[Callable[[], object]]:
         """``product`` with each copy of the weight in turn."""
         return [lambda w=weight if pads else weight[: self.columns]: product(  # type: ignore[misc]
             self.x, self.x_scales, w, self.w_scales, torch.bfloat16) for weight in self.weights]
+
+
+def copies(size: int) -> int:
+    """Of a weight of ``size`` bytes, so many that they come from memory."""
+    return min(16, max(2, COLD // size))
 
 
 def providers_in(path: Path, problem: str) -> tuple[int, ...]:

@@ -9,10 +9,11 @@ from glowplug.core.hookspecs import hookimpl
 from glowplug.core.plan import Decision
 from glowplug.kernels.cards import TILES
 from glowplug.kernels.triton import tuned
-from glowplug.plugins.quantization import fp8_order
+from glowplug.plugins.quantization import gemm_order
 
 MADE_FOR = re.compile(r"device_name=(?P<card>[^,]+),.*triton=(?P<triton>[\d.]+)\.json")
 FIELD = "kernels.tables"
+HEAD = "kernels.head"
 
 
 @hookimpl
@@ -24,8 +25,8 @@ def plan_remarks(context: CheckContext) -> list[Decision]:
     if context.values["device"] != "cuda" or not version or not cards or {device.compute for device in devices} - TILES:
         return []
     tables = made_for(path.name for path in tuned.FOLDER.glob("*.json"))
-    multiplies = fp8_order.remark(context)
-    return [remark(cards, tuned.minor(version), tables), *([multiplies] if multiplies else [])]
+    others = gemm_order.remark(context), head_remark(context, min(cards), version)
+    return [remark(cards, tuned.minor(version), tables), *(each for each in others if each)]
 
 
 def made_for(names: Iterable[str]) -> set[tuple[str, str]]:
@@ -42,3 +43,14 @@ def remark(cards: set[str], version: str, tables: set[tuple[str, str]]) -> Decis
     others = ", ".join(f"{card} with Triton {triton}" for card, triton in sorted(tables)) or "nothing"
     return Decision(FIELD, "rules", "facts", f"tables are of {others}, this is {here}, where they are not trusted; "
                     "`glowplug tune moe`, fp8-gemm and fp8-moe measure here")
+
+
+def head_remark(context: CheckContext, card: str, version: str) -> Decision | None:
+    """Whose kernels score every token in a decoding step, where it is not cuBLAS for any number of rows."""
+    model = context.facts.model
+    table = tuned.table(tuned.head_file_name(model.vocab_size, model.hidden_size, (card, version))) or {}
+    ours = [str(rows) for rows, config in table.items() if config["way"] != tuned.CUBLAS]
+    if not ours or context.values["dtype"] != "bfloat16":
+        return None
+    return Decision(HEAD, "by rows", "facts", f"a kernel of our own at {', '.join(ours)} rows, as measured on {card} "
+                    f"for {model.vocab_size} x {model.hidden_size}, and at numbers near them; cuBLAS at others")

@@ -1,4 +1,4 @@
-"""Tuners of the products in Triton: routed experts, and block FP8."""
+"""Tuners of the products in Triton: routed experts, block FP8, int8 and int4."""
 from __future__ import annotations
 
 from glowplug.core.hookspecs import hookimpl
@@ -12,4 +12,8 @@ def tuners() -> list[Tuner]:
             Tuner("fp8-gemm", "glowplug.plugins.quantization.tune_fp8:Fp8GemmTuner",
                   "configurations of linear layers in block FP8, and which library is faster", "cuda"),
             Tuner("fp8-moe", "glowplug.plugins.quantization.tune_fp8_experts:Fp8ExpertsTuner",
-                  "tiles of the routed experts' products in block FP8", "cuda")]
+                  "tiles of the routed experts' products in block FP8", "cuda"),
+            Tuner("int8-gemm", "glowplug.plugins.quantization.tune_narrow:Int8GemmTuner",
+                  "which product is faster for each linear layer in int8", "cuda"),
+            Tuner("awq-gemm", "glowplug.plugins.quantization.tune_narrow:AwqGemmTuner",
+                  "which product is faster for each linear layer in AWQ's int4", "cuda")]

@@ -31,6 +31,8 @@ WEIGHTS: Mapping[str, tuple[Any, Any]] = {"num_bits": (8, 8), "type": ("int", "i
 ACTIVATIONS: Mapping[str, tuple[Any, Any]] = {"num_bits": (8, 8), "type": ("int", "int"), "symmetric": (True, True),
                                               "strategy": ("token", "token"), "dynamic": (True, False)}
 SUPPORTED = "a checkpoint of int8 weights with a scale a row and dynamic activation scales a token"
+#: packages of who ``gemm`` names
+LIBRARIES = {"triton": ("triton",), "cutlass": ("sglang-kernel",)}
 SHOWN = 3  #: names listed in a reason
 
 
@@ -41,8 +43,9 @@ class W8A8Int8Options(QuantizationOptions):
                             "dtype (none); auto is dynamic where products run in int8, none where weights are "
                             "dequantised, because rounding there costs time and accuracy and saves nothing")
     gemm: Literal["auto", "triton", "cutlass"] = Field(
-        "auto", description="who multiplies linear layers in int8 on a CUDA device; auto: by rows and shape, as "
-                            "measured, among those installed", json_schema_extra={"provider": "linear"})
+        "auto", description="who multiplies linear layers in int8 on a CUDA device; auto: for each shape and "
+                            "number of rows whoever was measured fastest among those installed",
+        json_schema_extra={"provider": "linear"})
 
     def dequantizes(self, device: str, offers: QuantizationOffers) -> bool:
         return self.activations == "none" or super().dequantizes(device, offers)
@@ -125,5 +128,5 @@ def register_quantization_schemes() -> list[Component]:
         factory="glowplug.plugins.quantization.w8a8_int8_runtime:w8a8_int8",
         offers=QuantizationOffers(reads=INT8_METHODS, online=True, dequantizes=frozenset({"cpu"}), cast_bytes=1.0,
                                   rides=True, experts_work=int8_experts),
-        uses={"triton": ("triton",), "cutlass": ("sglang-kernel",)},
+        uses=LIBRARIES,
         summary="int8 weights with a scale a row, native or quantised while loading; activations a token at a time")]

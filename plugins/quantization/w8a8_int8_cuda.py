@@ -4,7 +4,6 @@ Activations come quantised from whoever produced them, or are quantised here.
 """
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,11 +24,12 @@ from glowplug.core.protocols import (
     Worker,
 )
 from glowplug.kernels import int8
-from glowplug.kernels.cards import unfit_for_libraries
 from glowplug.kernels.triton import int8_gemm, int8_quant, moe_gemm_int8
 from glowplug.kernels.triton.moe_sum import moe_sum
 from glowplug.plugins.quantization.dense import Biased, expert_slices, linear_slices
 from glowplug.plugins.quantization.dense_cuda import shared_slices
+from glowplug.plugins.quantization.gemm_order import INT8, INT8_ROWS, ByShape, Table
+from glowplug.plugins.quantization.libraries import library
 from glowplug.plugins.quantization.w8a8_int8_runtime import Put, Source, W8A8Int8
 
 if TYPE_CHECKING:
@@ -58,35 +58,32 @@ class W8A8Int8Cuda(W8A8Int8):
 class Multiply:
     """x W^T in int8, by ``wanted``: "triton" (our own kernel), "cutlass" (as sgl_kernel builds it), or "auto"."""
 
-    LEAST = 64  #: rows from which CUTLASS was measured faster than our own
-
-    def __init__(self, wanted: str = "auto") -> None:
+    def __init__(self, wanted: str = "auto", table: Table | None = None) -> None:
         self._wanted = wanted
-        self._cutlass: Any = None
-        unfit = unfit_for_libraries()
-        if unfit and wanted == "cutlass":
-            raise GlowplugError(f'quantization.gemm = "cutlass" is {unfit}; leave it out')
-        if wanted == "triton" or unfit:
-            return
+        self._cutlass: Any = None if wanted == "triton" else self._find()
+        self._fastest = ByShape(INT8.kind, INT8_ROWS, table)
+
+    def _find(self) -> Any:
         try:
-            self._cutlass = importlib.import_module("sgl_kernel").int8_scaled_mm
-        except Exception as error:  # NOTE: on a machine without its card a library raises anything, not ImportError.
-            if wanted == "cutlass":
-                raise GlowplugError(f'quantization.gemm = "cutlass" cannot be used: {error}; leave quantization.gemm '
-                                    "out, or install sglang-kernel") from error
+            return library("gemm", "cutlass", "sgl_kernel", ("int8_scaled_mm",))
+        except GlowplugError:
+            if self._wanted == "cutlass":
+                raise
+            return None
 
     def __call__(self, x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, dtype: torch.dtype,
                  bias: Tensor | None) -> Tensor:
         """x int8 [T, K] and scales [T], weight int8 [N, K] and scales [N] -> [T, N]."""
-        if self._fits(x.shape[0], x.shape[1], len(weight), dtype):
+        if self.pick(x.shape[0], len(weight), x.shape[1], dtype) == "cutlass":
             out: Tensor = self._cutlass(x, weight.t(), x_scales, scales, dtype, bias)
             return out
         return int8_gemm.gemm(x, x_scales, weight, scales, dtype, bias)
 
-    def _fits(self, rows: int, depth: int, columns: int, dtype: torch.dtype) -> bool:
+    def pick(self, rows: int, columns: int, depth: int, dtype: torch.dtype) -> str:
+        """Who multiplies [rows, depth] x [columns, depth]^T with results in ``dtype``."""
         if self._cutlass is None or not rows or depth % 16 or columns % 8 or dtype is torch.float32:
-            return False
-        return self._wanted == "cutlass" or rows >= self.LEAST
+            return "triton"
+        return self._fastest.pick(rows, columns, depth) if self._wanted == "auto" else self._wanted
 
 
 def quantized(x: Tensor | Quantized) -> tuple[Tensor, Tensor]:

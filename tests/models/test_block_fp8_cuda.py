@@ -23,7 +23,7 @@ from glowplug.kernels.activation import silu_and_mul  # noqa: E402
 from glowplug.kernels.triton import fp8_quant  # noqa: E402
 from glowplug.plugins.quantization import fp8_gemm  # noqa: E402
 from glowplug.plugins.quantization.block_fp8 import HALVES  # noqa: E402
-from glowplug.plugins.quantization.block_fp8_cuda import Fp8ExpertsCuda, Fp8LinearCuda  # noqa: E402
+from glowplug.plugins.quantization.block_fp8_cuda import Fp8ExpertsCuda, Fp8LinearCuda, grouped  # noqa: E402
 from glowplug.plugins.quantization.fp8_gemm import Providers  # noqa: E402
 from glowplug.plugins.quantization.fp8_grouped import Grouped  # noqa: E402
 
@@ -202,20 +202,21 @@ def test_every_provider(gemm: str, tokens: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 33, 300])
-def test_experts_by_grouped_products(tokens: int) -> None:
+@pytest.mark.parametrize("wanted", ["deep_gemm", "deep_gemm_masked", "cutlass"])
+def test_experts_by_grouped_products(wanted: str, tokens: int) -> None:
     """The library's rows are bfloat16 between its products, where our kernel's may be float32: numbers then fall into
     the next step of E4M3 here and there, and the two differ by 1.5e-2, so theirs are compared with rows rounded alike.
     What is left is the order of sums: 2^-12 of a row's size moves the result by 0.7e-2, rounding to E4M3 as such by
     2.3e-2. Of a single token's two rows one number may make 3.5e-2, hence draws of 48 rows or more.
     """
-    pytest.importorskip("deep_gemm")
+    pytest.importorskip("sgl_kernel" if wanted == "cutlass" else "deep_gemm")
     count, hidden, inter = 6, 512, 256
     checkpoint = Checkpoint(True, seed=tokens)
     for expert in range(count):
         for part, shape in (("gate", (inter, hidden)), ("up", (inter, hidden)), ("down", (hidden, inter))):
             checkpoint.add(f"m.experts.{expert}.{part}_proj", *shape)
     method = Fp8ExpertsCuda(ExpertsShape("m.experts", count, 0, hidden, inter, 0, inter, count), DTYPE, DEVICE, True,
-                            Grouped("deep_gemm"))
+                            grouped(wanted))
     checkpoint.load(method)
     found, wanted = [], []
     for _ in range(max(2, 24 // tokens)):

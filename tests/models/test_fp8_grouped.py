@@ -20,7 +20,7 @@ from glowplug.core.errors import GlowplugError  # noqa: E402
 from glowplug.kernels import fp8  # noqa: E402
 from glowplug.kernels.activation import silu_and_mul  # noqa: E402
 from glowplug.kernels.triton import fp8_quant  # noqa: E402
-from glowplug.plugins.quantization import fp8_grouped  # noqa: E402
+from glowplug.plugins.quantization import fp8_grouped, libraries  # noqa: E402
 from glowplug.plugins.quantization.fp8_grouped import Grouped  # noqa: E402
 
 EXPERTS, HIDDEN, INTER, WIDTH, TILE = 5, 256, 128, 3, 16
@@ -128,7 +128,7 @@ def test_a_library_that_is_installed_and_cannot_be_used(error: Exception, said: 
     def fail(name: str) -> None:
         raise error
 
-    monkeypatch.setattr(fp8_grouped.importlib, "import_module", fail)
+    monkeypatch.setattr(libraries.importlib, "import_module", fail)
     assert not Grouped("auto").pays(10_000, 8, 8)
     assert [str(error) in record.getMessage() for record in caplog.records] == [True] * said
     with pytest.raises(GlowplugError, match=str(error)):

@@ -101,7 +101,8 @@ def test_a_model_without_experts_has_nothing_for_moe(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(("tuner", "more"), [("moe", ()), ("fp8-gemm", ("--quantization", "block_fp8")),
-                                             ("fp8-moe", ("--quantization", "block_fp8"))])
+                                             ("fp8-moe", ("--quantization", "block_fp8")),
+                                             ("int8-gemm", ("--quantization", "w8a8_int8"))])
 def test_a_machine_without_a_card_measures_nothing(tuner: str, more: tuple[str, ...],
                                                    capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("triton")

@@ -1,0 +1,90 @@
+"""``glowplug tune int8-gemm`` and ``awq-gemm``: who is fastest at each linear layer whose weights are int8 or int4."""
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from glowplug.core.errors import GlowplugError
+from glowplug.core.plan import EnginePlan
+from glowplug.core.stored_formats import awq_group
+from glowplug.core.tuning import LayerShapes, Log, TuneTable
+from glowplug.kernels import awq as layout
+from glowplug.kernels.triton import int8_quant, tuned
+from glowplug.kernels.triton.fp8_tuning import ROWS
+from glowplug.kernels.triton.moe_tuning import microseconds
+from glowplug.plugins.quantization import awq, awq_cuda, gemm_order, w8a8_int8, w8a8_int8_cuda
+from glowplug.plugins.quantization.tune_fp8 import copies, note_provider, providers_in
+
+Calls = Mapping[str, Sequence[Callable[[], object]]]  #: of each provider, over every copy of the weight
+
+
+class NarrowTuner:
+    """``core/tuning.py``'s ``TableTuner`` of one scheme's linear layers, our own kernels' tiles being their rules'."""
+
+    scheme = ""
+    kind = ""
+
+    def __init__(self, plan: EnginePlan, device: str = "cuda") -> None:
+        self._plan, self._device = plan, device
+        self._dtype: torch.dtype = getattr(torch, plan.dtype)
+
+    def tables(self, shapes: LayerShapes, rows: tuple[int, ...]) -> list[TuneTable]:
+        if self._plan.choice("quantization").name != self.scheme:
+            return []
+        path = gemm_order.table_path(self.kind, tuned.device_name())
+        sizes = dict.fromkeys((sum(shape.outputs), shape.inputs) for shape in shapes.linears
+                              if shape.name in shapes.quantized)
+        return [TuneTable(problem, path, rows or ROWS, providers_in(path, problem), size)
+                for size in sizes for problem in (tuned.problem(*size),)]
+
+    def tune(self, table: TuneTable, seconds: float, log: Log) -> None:
+        deadline = time.monotonic() + seconds
+        for rows in table.missing:
+            if time.monotonic() > deadline:
+                log(f"out of time before {rows} rows")
+                return
+            times = {name: microseconds(calls) for name, calls in self.calls(rows, *table.problem).items()}
+            winner = min(times, key=lambda name: times[name])
+            note_provider(table.path, table.label, rows, winner)
+            log(f"{rows} rows: {winner}; " + ", ".join(f"{name} {spent:.1f} us" for name, spent in times.items()))
+
+    def calls(self, rows: int, columns: int, depth: int) -> Calls:
+        """The product [rows, depth] x [columns, depth]^T by everybody who is here and takes it."""
+        raise NotImplementedError
+
+
+class Int8GemmTuner(NarrowTuner):
+    scheme, kind = w8a8_int8.NAME, gemm_order.INT8.kind
+
+    def calls(self, rows: int, columns: int, depth: int) -> Calls:
+        x = int8_quant.quantize(torch.randn(rows, depth, dtype=self._dtype, device=self._device))
+        weights = [torch.randint(-127, 128, (columns, depth), dtype=torch.int8, device=self._device)
+                   for _ in range(copies(columns * depth))]
+        scales = torch.full((columns,), 0.01, device=self._device)
+        products = [w8a8_int8_cuda.Multiply("triton")]
+        try:
+            products.append(w8a8_int8_cuda.Multiply("cutlass"))
+        except GlowplugError:
+            pass  # it is not here
+        return {product.pick(rows, columns, depth, self._dtype): [
+            partial(product, *x, weight, scales, self._dtype, None) for weight in weights] for product in products}
+
+
+class AwqGemmTuner(NarrowTuner):
+    """In groups as the plan's model has them."""
+
+    scheme, kind = awq.NAME, gemm_order.AWQ.kind
+
+    def calls(self, rows: int, columns: int, depth: int) -> Calls:
+        stated = awq_group(self._plan.facts.model)
+        group = depth if stated < 0 else stated
+        x = torch.randn(rows, depth, dtype=self._dtype, device=self._device)
+        packed = [torch.randint(-1 << 15, 1 << 15, (-(-depth // layout.BLOCK), columns, layout.PLANE),
+                                dtype=torch.int16, device=self._device) for _ in range(copies(columns * depth // 2))]
+        scales = torch.full((depth // group, columns), 0.01, device=self._device)
+        factors = layout.pack_factors(scales, torch.full_like(scales, 8.0), self._dtype)
+        return {name: [partial(awq_cuda.Multiply(name), x, weight, factors, group, None) for weight in packed]
+                for name in gemm_order.AWQ.among}

@@ -1,0 +1,102 @@
+"""What routed experts in block FP8 hold by whom ``quantization.experts`` names, and which steps are measured for it."""
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from glowplug.core import warmup
+from glowplug.core.memory.work import ExpertsStep
+from glowplug.core.testing.plans import bare_plan
+from glowplug.plugins.quantization.block_fp8 import BlockFp8Options
+from glowplug.plugins.quantization.experts_bytes import MASKED_TOKENS, TILE, fp8_experts, fp8_turns, masked_rows
+from tests.traced_memory import planned, plugins_of_the_card, written
+
+MIB = 1 << 20
+INSTALLED = {"sgl-deep-gemm": "0.1.0", "sglang-kernel": "0.4.2"}
+
+
+def step(tokens: int, experts: Any = "auto", element: int = 2) -> ExpertsStep:
+    """Of V3."""
+    return ExpertsStep(tokens, 9, 257, 1, 7168, 2048, element, False, BlockFp8Options(experts=experts), INSTALLED)
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 128), (128, 128), (129, 256), (512, 512)])
+def test_masked_rows_are_whole_tiles_of_every_token(tokens: int, rows: int) -> None:
+    assert masked_rows(tokens) == rows and rows % TILE == 0
+    work = fp8_experts(step(tokens, "deep_gemm_masked"))
+    inner, outer = 257 * rows * 2048 * (1 + 4 / 128), 257 * rows * 7168 * 2
+    assert work.left == tokens * 7168 * 2 and 0 <= work.most - (inner + outer) < MIB
+
+
+@pytest.mark.parametrize("tokens", [MASKED_TOKENS + 1, 2048, 8192])
+def test_larger_steps_hold_what_auto_does_or_what_the_largest_masked_one_did(tokens: int) -> None:
+    found, auto = fp8_experts(step(tokens, "deep_gemm_masked")), fp8_experts(step(tokens))
+    masked = fp8_experts(step(MASKED_TOKENS, "deep_gemm_masked"))
+    assert found.most == max(auto.most, masked.most) and found.left == max(auto.left, masked.left)
+    assert masked.most > fp8_experts(step(MASKED_TOKENS)).most
+
+
+@pytest.mark.parametrize("tokens", [1, 300, 8192])
+def test_cutlass_holds_a_row_of_each_pair(tokens: int) -> None:
+    work = fp8_experts(step(tokens, "cutlass"))
+    given, both, inner, outer = (tokens * 9 * size for size in (
+        7168 * (1 + 4 / 128), 2 * 2048 * 2, 2048 * (1 + 4 / 128), 7168 * 2))
+    most = max(given + both, both + inner, inner + outer, outer + tokens * 7168 * 2)
+    assert 0 <= work.most - most < MIB
+
+
+@pytest.mark.parametrize("experts", ["deep_gemm_masked", "cutlass"])
+def test_results_in_float32_come_from_rows_of_16_bits(experts: str) -> None:
+    narrow, wide = (fp8_experts(step(64, experts, element)) for element in (2, 4))
+    assert wide.left == 2 * narrow.left and narrow.most <= wide.most <= narrow.most + 2 * wide.left
+
+
+def test_auto_holds_what_our_own_kernels_do_in_float32() -> None:
+    assert fp8_experts(step(8192, element=4)) == fp8_experts(step(8192, "triton", 4))
+    assert fp8_experts(step(8192)) == fp8_experts(step(8192, "deep_gemm")) != fp8_experts(step(8192, "triton"))
+
+
+@pytest.mark.parametrize("experts", ["auto", "triton", "deep_gemm", "cutlass", "deep_gemm_masked"])
+def test_a_step_that_may_hold_more_than_larger_ones_is_measured(experts: str) -> None:
+    given = step(1, experts)
+    sizes = [fp8_experts(replace(given, tokens=tokens)).most for tokens in (128, 256, 512, 513, 1024, 8192)]
+    assert sizes == sorted(sizes)
+    assert fp8_turns(given.options) == ((MASKED_TOKENS,) if experts == "deep_gemm_masked" else ())
+
+
+@pytest.mark.parametrize(("experts", "turns"), [("auto", ()), ("deep_gemm_masked", (MASKED_TOKENS,))])
+def test_the_plan_says_which_steps(experts: str, turns: tuple[int, ...], tmp_path: Path) -> None:
+    plan = planned(written(tmp_path, "deepseek-v3", 4), plugins_of_the_card(), context_length=4096,
+                   quantization={"use": "block_fp8", "experts": experts})
+    assert plan.sizes.turns == turns
+
+
+def test_they_are_run_before_the_pool_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(warmup, "_run_chunks", lambda runner, plan, lengths, cached: seen.append(int(lengths.sum())))
+    plan = bare_plan(turns=(24, 100), pass_tokens=(8, 16, 32))
+    runner: Any = None
+    warmup.most_tokens(runner, plan)
+    assert seen[2:] == [24], "none of more tokens than a step has"
+    seen.clear()
+    warmup.most_passed(runner, plan)
+    assert seen == [32, 16], "the largest pass, and the largest within a turn"
+    seen.clear()
+    warmup.most_passed(runner, bare_plan(turns=(24,)))
+    assert not seen
+
+
+@pytest.mark.parametrize(("width", "turns", "rows"), [(1, (), [16]), (1, (8,), [16, 8]), (2, (19,), [16, 8]),
+                                                      (1, (400,), [16]), (2, (1,), [16])])
+def test_so_are_steps_that_graphs_hold(width: int, turns: tuple[int, ...], rows: list[int],
+                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch size whose drafts and all are within a turn may take more of the graphs' pool than the largest."""
+    seen: list[int] = []
+    monkeypatch.setattr(warmup, "_decoding", lambda plan, rows, length: rows)
+    monkeypatch.setattr(warmup, "_run_joined", lambda runner, batch, params: seen.append(batch))
+    runner: Any = None
+    warmup.most_captured(runner, bare_plan(width=width, turns=turns), [16, 8, 1])
+    assert list(dict.fromkeys(seen)) == rows and len(seen) == len(rows) * len(warmup.WAYS)
