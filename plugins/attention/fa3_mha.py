@@ -11,6 +11,7 @@ from glowplug.core.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mod
 from glowplug.core.options import AttentionOptions
 from glowplug.plugins.attention.library import HOPPER, SGL_KERNEL
 from glowplug.plugins.attention.prefill_bytes import mha_bytes
+from glowplug.plugins.attention.table_bytes import fa3_mha_bytes
 
 NAME = "fa3_mha"
 HEAD = 128  #: numbers of a head
@@ -43,5 +44,5 @@ def register_attention_backends() -> list[Component]:
         offers=AttentionOffers(
             kinds=frozenset({"mha"}), devices=frozenset({"cuda"}), compute=HOPPER, dtypes=DTYPES,
             kv_dtypes=DTYPES, first_key=True, modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER},
-            work=mha_bytes),
+            work=mha_bytes, reserves=fa3_mha_bytes),
         summary="multi-head and grouped-query attention by FlashAttention-3 (sgl_kernel), Hopper")]

@@ -10,13 +10,13 @@ from sgl_kernel.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcach
 from torch import Tensor
 
 from glowplug.core.batch import Batch
+from glowplug.core.memory.work import DecodingRows
 from glowplug.core.options import AttentionOptions
 from glowplug.core.plan import EnginePlan
-from glowplug.core.protocols import Worker
+from glowplug.core.protocols import Limits, Worker
 from glowplug.plugins.attention.paged_mha import PagedMha
-from glowplug.plugins.attention.slot_buffers import SlotBuffers, in_parts, shifted
-
-SMALL_PAGE = 64  #: NOTE: pages that hold whole tiles of keys are copied by TMA, past a row's end: see fa3_mla_runtime
+from glowplug.plugins.attention.slot_buffers import SlotBuffers, decoding_rows
+from glowplug.plugins.attention.table_bytes import SMALL_PAGE, fa3_mha_bytes, mha_parts
 
 
 @dataclass(eq=False)
@@ -40,19 +40,29 @@ class Fa3Mha(PagedMha):
 
     def __init__(self, options: AttentionOptions, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
-        self._buffers = SlotBuffers()
+        self._buffers, self._device = SlotBuffers(), torch.device(worker.device)
         self._decoding: _Rows | None = None
         self._prefilling: _Rows | None = None
 
-    def plan_decode(self, batch: Batch, slot: object | None, rows: int, width: int) -> None:
-        self._decoding = self._rows(batch, slot, 0, rows)
+    def reserves(self, step: DecodingRows) -> int:
+        """Bytes of the largest page table of decoding rows that it makes, as the component offers."""
+        return fa3_mha_bytes(step)
 
-    def _rows(self, batch: Batch, slot: object | None, first: int, end: int) -> _Rows:
+    def reserve(self, limits: Limits) -> None:
+        super().reserve(limits)
+        rows = decoding_rows(limits, self._plan, self._heads)
+        self._buffers.reserve(self.reserves(rows), self._device)
+
+    def plan_decode(self, batch: Batch, slot: object | None, rows: int, width: int) -> None:
+        self._decoding = self._rows(batch, slot, 0, rows, self._buffers)
+
+    def _rows(self, batch: Batch, slot: object | None, first: int, end: int, buffers: SlotBuffers) -> _Rows:
         table, lens, page = batch.page_table[first:end], batch.kv_lens_device[first:end], self._page_size
         if batch.first_key:
-            page, (table, lens) = 1, self._buffers.keep(slot, shifted(table, lens, batch.first_key, page))
-        elif page > SMALL_PAGE and page % SMALL_PAGE == 0:
-            (table,) = self._buffers.keep(slot, (in_parts(table, page // SMALL_PAGE),))
+            table, lens = buffers.shifted(slot, table, lens, batch.first_key, page)
+            page = 1
+        elif (parts := mha_parts(page)) > 1:
+            table = buffers.in_parts(slot, table, parts)
             page = SMALL_PAGE
         return _Rows(page, table, lens)
 
@@ -67,7 +77,7 @@ class Fa3Mha(PagedMha):
 
     def plan_prefill(self, batch: Batch, first: int) -> None:
         queries, keys = batch.query_lens[first:], batch.kv_lens[first:] - batch.first_key
-        rows = self._rows(batch, None, first, batch.num_rows)
+        rows = self._rows(batch, None, first, batch.num_rows, SlotBuffers())  # beside those of decoding rows
         rows.starts, rows.longest = batch.query_starts[first:] - batch.decode_tokens, int(queries.max())
         if np.array_equal(queries, keys):
             rows.table = None

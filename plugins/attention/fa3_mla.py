@@ -9,6 +9,7 @@ from glowplug.core.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mod
 from glowplug.plugins.attention.absorbed import AbsorbedOptions
 from glowplug.plugins.attention.library import HOPPER, SGL_KERNEL, SIXTEEN_BITS, check_kv_is_compute
 from glowplug.plugins.attention.prefill_bytes import mla_bytes
+from glowplug.plugins.attention.table_bytes import fa3_mla_bytes
 
 
 class Fa3MlaOptions(AbsorbedOptions):
@@ -24,5 +25,5 @@ def register_attention_backends() -> list[Component]:
         offers=AttentionOffers(
             kinds=frozenset({"mla"}), devices=frozenset({"cuda"}), compute=HOPPER, dtypes=SIXTEEN_BITS,
             kv_dtypes=SIXTEEN_BITS, first_key=True, modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER},
-            work=mla_bytes),
+            work=mla_bytes, reserves=fa3_mla_bytes),
         summary="latent attention by FlashAttention-3 (sgl_kernel), Hopper")]

@@ -8,14 +8,14 @@ from sgl_kernel.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcach
 from torch import Tensor
 
 from glowplug.core.batch import Batch
+from glowplug.core.memory.work import DecodingRows
 from glowplug.core.mesh import axis_size
 from glowplug.core.options import AttentionOptions
 from glowplug.core.plan import EnginePlan
-from glowplug.core.protocols import MlaLayer, Worker
+from glowplug.core.protocols import Limits, MlaLayer, Worker
 from glowplug.plugins.attention.paged_mla import PagedMla
-from glowplug.plugins.attention.slot_buffers import SlotBuffers, in_parts, shifted
-
-TILE = 64  #: keys of a tile of its decoding kernel, and the most queries of one key head for which it uses no TMA
+from glowplug.plugins.attention.slot_buffers import SlotBuffers, decoding_rows
+from glowplug.plugins.attention.table_bytes import fa3_mla_bytes, mla_parts
 
 
 @dataclass(eq=False)
@@ -37,16 +37,24 @@ class Fa3Mla(PagedMla):
         self._buffers = SlotBuffers()
         self._decode: _Decode | None = None
 
+    def reserves(self, step: DecodingRows) -> int:
+        """Bytes of the largest page table it makes, as the component offers."""
+        return fa3_mla_bytes(step)
+
+    def reserve(self, limits: Limits) -> None:
+        super().reserve(limits)
+        self._buffers.reserve(self.reserves(decoding_rows(limits, self._plan, self._heads)), self._device)
+
     def plan_decode(self, batch: Batch, slot: object | None, first: int, rows: int, width: int) -> None:
         table, lens = batch.page_table[first : first + rows], batch.kv_lens_device[first : first + rows]
         page = self._page_size
         if batch.first_key:
-            page, (table, lens) = 1, self._buffers.keep(slot, shifted(table, lens, batch.first_key, page))
-        elif page % TILE == 0 and width * self._heads > TILE:
+            table, lens = self._buffers.shifted(slot, table, lens, batch.first_key, page)
+            page = 1
+        elif (parts := mla_parts(page, width * self._heads)) > 1:
             # NOTE: with whole tiles in a page it copies by TMA, and a NaN behind a row's end, left there by another
             # sequence, enters the sum as 0 * NaN. Smaller pages take its other path, which reads nothing there.
-            parts = 2 * page // TILE
-            (table,) = self._buffers.keep(slot, (in_parts(table, parts),))
+            table = self._buffers.in_parts(slot, table, parts)
             page //= parts
         self._decode = _Decode(rows, page, table, lens)
 

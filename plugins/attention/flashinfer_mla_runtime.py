@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,13 @@ from glowplug.core.layers.rope import RopeConfig
 from glowplug.core.mesh import axis_size
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Limits, MlaLayer, Worker
-from glowplug.plugins.attention.flashinfer_mla import FlashInferMlaOptions
+from glowplug.plugins.attention.flashinfer_mla import WORKSPACE, FlashInferMlaOptions
+from glowplug.plugins.attention.flashinfer_works import check_layout, set_lengths, shrink
 from glowplug.plugins.attention.paged_mla import PagedMla
 from glowplug.plugins.attention.ragged import RaggedCall, RaggedRows
+from glowplug.plugins.attention.slot_buffers import SlotBuffers, decoding_rows
+from glowplug.plugins.attention.table_bytes import slots_bytes
 
-WORKSPACE = 128 << 20  #: bytes of partial results, as the library's documentation asks for
 LN2 = math.log(2)
 
 
@@ -31,17 +34,26 @@ class _Wrapper:
 
     made: Any
     planned: torch.cuda.Event
+    checked: bool = False
 
     def plan(self, *arguments: Any, **named: Any) -> None:
         self.planned.synchronize()  # NOTE: a plan writes the pinned buffer that the one before is copied from
         self.made.plan(*arguments, **named)
         self.planned.record()
 
+    def set_lengths(self, lens: Tensor, bounds: NDArray[np.int32], width: int) -> None:
+        if not self.checked:
+            check_layout(self.made, bounds, width)
+            self.checked = True
+        set_lengths(self.made, lens, width)
+
 
 class FlashInferMla(PagedMla):
-    """Every plan is made from lengths on the host, so that none waits for the device.
+    """Every plan is made from lengths on the host, so that none waits for the device; where those are upper bounds, the
+    device's own are put into the plan behind them, on the device.
 
-    A graph's slot has a wrapper of its own, whose buffers the captured kernels read.
+    A graph's slot has a wrapper of its own, whose buffers the captured kernels read. Steps without one take turns with
+    as many as are planned in a step, so that none waits for the kernels of its own step.
     """
 
     def __init__(self, options: FlashInferMlaOptions, plan: EnginePlan, worker: Worker) -> None:
@@ -52,24 +64,41 @@ class FlashInferMla(PagedMla):
         self._scale = RopeConfig.read(facts.config).softmax_scale(self._query)
         self._workspace: Tensor | None = None  # one for all: their kernels run one after the other
         self._wrappers: dict[object, _Wrapper] = {}
+        self._buffers = SlotBuffers()
+        self._drafts, self._turns = plan.sizes.width > 1, cycle(range(plan.sizes.width))
         self._decode: _Wrapper | None = None
+        self._page = self._page_size
         self._calls: dict[int, _Wrapper] = {}
 
     def reserve(self, limits: Limits) -> None:
         super().reserve(limits)
         if self._workspace is None:
             self._workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=self._device)
+        self._buffers.reserve(slots_bytes(decoding_rows(limits, self._plan, self._heads)), self._device)
 
     def plan_decode(self, batch: Batch, slot: object | None, first: int, rows: int, width: int) -> None:
-        pages: Tensor = batch.page_table[first : first + rows].reshape(-1)
-        if slot not in self._wrappers:
-            made = BatchMLAPagedAttentionWrapper(self._workspace) if slot is None else self._captured(rows, pages)
-            self._wrappers[slot] = _Wrapper(made, torch.cuda.Event())
-        self._decode = self._wrappers[slot]
-        starts = torch.arange(rows + 1, dtype=torch.int32)
+        own = slice(first, first + rows)
+        table, lens, bounds = batch.page_table[own], batch.kv_lens_device[own], batch.kv_lens[own]
+        self._page = self._page_size
+        if batch.first_key:
+            table, lens = self._buffers.shifted(slot, table, lens, batch.first_key, self._page_size)
+            bounds, self._page = np.maximum(bounds - np.int32(batch.first_key), 0), 1
+        pages, starts = table.reshape(-1), torch.arange(rows + 1, dtype=torch.int32)
+        self._decode = self._wrapper(slot, rows, pages)
         self._decode.plan(
-            starts, starts * (len(pages) // rows), pages, torch.from_numpy(batch.kv_lens[first : first + rows]),
-            self._heads, self._lora, self._rope, self._page_size, False, self._scale, self._dtype, self._kv[0].dtype)
+            starts * width, starts * table.shape[1], pages, torch.from_numpy(bounds), self._heads, self._lora,
+            self._rope, self._page, width > 1, self._scale, self._dtype, self._kv[0].dtype)
+        if width > 1 or batch.first_key:  # a step of one token a row that is no draft's has the host's lengths
+            self._decode.set_lengths(lens, bounds, width)
+
+    def _wrapper(self, slot: object | None, rows: int, pages: Tensor) -> _Wrapper:
+        key = ("eager", next(self._turns)) if slot is None else slot
+        if key not in self._wrappers:
+            made = BatchMLAPagedAttentionWrapper(self._workspace) if slot is None else self._captured(rows, pages)
+            if self._drafts:
+                shrink(made)
+            self._wrappers[key] = _Wrapper(made, torch.cuda.Event())
+        return self._wrappers[key]
 
     def _captured(self, rows: int, pages: Tensor) -> BatchMLAPagedAttentionWrapper:
         starts, key_starts, lens = (torch.zeros(count, dtype=torch.int32, device=self._device)
@@ -79,7 +108,7 @@ class FlashInferMla(PagedMla):
 
     def decode(self, query: Tensor, kv: Tensor, scale: float, layer: MlaLayer) -> Tensor:
         assert self._decode is not None and math.isclose(scale, self._scale)
-        cache = kv.view(-1, self._page_size, kv.shape[1])
+        cache = kv.view(-1, self._page, kv.shape[1])
         out: Tensor = self._decode.made.run(query[..., : self._lora], query[..., self._lora :],
                                             cache[..., : self._lora], cache[..., self._lora :])
         return out

@@ -8,10 +8,12 @@ from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from torch import Tensor
 
 from glowplug.core.batch import Batch
+from glowplug.core.memory.work import DecodingRows
 from glowplug.core.options import AttentionOptions
 from glowplug.core.plan import EnginePlan
-from glowplug.core.protocols import MlaLayer, Worker
+from glowplug.core.protocols import Limits, MlaLayer, Worker
 from glowplug.plugins.attention.fa3_mla_runtime import Fa3Mla
+from glowplug.plugins.attention.table_bytes import slots_bytes
 
 
 @dataclass(eq=False)
@@ -28,27 +30,48 @@ class _Rows:
 class FlashMla(Fa3Mla):
     """Decoding rows by FlashMLA, whose schedule is made once a step on the device.
 
-    Prefill, and a draft's rows, whose first position holds nothing, go by FlashAttention-3.
+    Prefill, and a draft's rows, whose first position holds nothing, go by FlashAttention-3. Over an FP8 cache FlashMLA
+    multiplies in E4M3: the queries are rounded to it, and so are the weights of the softmax, inside; each with one
+    scale a launch, which is 1. NOTE: a scale that follows the largest query of a step would gain nothing (E4M3 rounds
+    as finely at 2**-6 as at 448), and make a row depend on its neighbours.
     """
 
     def __init__(self, options: AttentionOptions, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
         self._rows: _Rows | None = None
+        self._narrow, self._unscaled = False, torch.ones(1, device=self._device)
+
+    def reserves(self, step: DecodingRows) -> int:
+        return slots_bytes(step)
+
+    def reserve(self, limits: Limits) -> None:
+        super().reserve(limits)
+        self._narrow = any(kv.dtype is torch.float8_e4m3fn for kv in self._kv)
 
     def plan_decode(self, batch: Batch, slot: object | None, first: int, rows: int, width: int) -> None:
         self._rows = None
         if batch.first_key:
+            assert not self._narrow, "FlashAttention-3 reads no FP8 cache: the plan refuses it"
             super().plan_decode(batch, slot, first, rows, width)
             return
         lens = batch.kv_lens_device[first : first + rows]
-        schedule = self._buffers.keep(slot, tuple(get_mla_metadata(lens, width * self._heads, 1)))
-        self._rows = _Rows(rows, width, batch.page_table[first : first + rows], lens, schedule)
+        if self._narrow:
+            # NOTE: of a row without keys its kernel would look up the page before the first one.
+            lens = lens.clamp(min=1)
+            metadata, splits = get_mla_metadata(lens, width * self._heads, 1, is_fp8_kvcache=True)
+            lens, *schedule = self._buffers.keep(slot, (lens, metadata, splits))
+        else:
+            schedule = [*self._buffers.keep(slot, tuple(get_mla_metadata(lens, width * self._heads, 1)))]
+        self._rows = _Rows(rows, width, batch.page_table[first : first + rows], lens, tuple(schedule))
 
     def decode(self, query: Tensor, kv: Tensor, scale: float, layer: MlaLayer) -> Tensor:
         step = self._rows
         if step is None:
             return super().decode(query, kv, scale, layer)
+        descale = self._unscaled if self._narrow else None
+        given = self._kernels.in_e4m3(query) if self._narrow else query
         out, _ = flash_mla_with_kvcache(
-            query.view(step.rows, step.width, *query.shape[1:]), kv.view(-1, self._page_size, 1, kv.shape[1]),
-            step.table, step.lens, self._lora, *step.schedule, softmax_scale=scale, causal=step.width > 1)
-        return torch.flatten(out, 0, 1)
+            given.view(step.rows, step.width, *query.shape[1:]), kv.view(-1, self._page_size, 1, kv.shape[1]),
+            step.table, step.lens, self._lora, *step.schedule, softmax_scale=scale, causal=step.width > 1,
+            descale_q=descale, descale_k=descale, is_fp8_kvcache=self._narrow)
+        return torch.flatten(out, 0, 1).to(query.dtype)  # it answers E4M3 in bfloat16

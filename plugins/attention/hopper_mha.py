@@ -10,6 +10,7 @@ from glowplug.core.options import AttentionOptions
 from glowplug.plugins.attention.fa3_mha import DTYPES, check_heads
 from glowplug.plugins.attention.library import HOPPER, SGL_KERNEL
 from glowplug.plugins.attention.prefill_bytes import mha_bytes
+from glowplug.plugins.attention.table_bytes import hopper_mha_bytes
 
 
 class HopperMhaOptions(AttentionOptions):
@@ -25,7 +26,7 @@ def register_attention_backends() -> list[Component]:
         offers=AttentionOffers(
             kinds=frozenset({"mha"}), devices=frozenset({"cuda"}), compute=HOPPER, dtypes=DTYPES,
             kv_dtypes=DTYPES | {"fp8_e4m3", "fp8_e5m2"}, tree=True, first_key=True,
-            modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER}, work=mha_bytes),
+            modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER}, work=mha_bytes, reserves=hopper_mha_bytes),
         summary="multi-head and grouped-query attention on Hopper, decoding rows by what was measured fastest for "
                 "their number and heads (Triton or FlashAttention-3; table in attention/measured.py), prefill by "
                 "FlashAttention-3")]

@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from glowplug.core.batch import Batch
+from glowplug.core.memory.work import DecodingRows
 from glowplug.core.options import AttentionOptions
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Worker
 from glowplug.plugins.attention.fa3_mha_runtime import Fa3Mha
 from glowplug.plugins.attention.library import SIXTEEN_BITS
 from glowplug.plugins.attention.measured import fastest_mha
+from glowplug.plugins.attention.table_bytes import hopper_mha_bytes
 from glowplug.plugins.attention.triton_mha_runtime import TritonMha
 
 
@@ -24,6 +26,9 @@ class HopperMha(Fa3Mha):
         self._own = TritonMha(options, plan, worker)
         self._only_own = plan.kv_dtype not in SIXTEEN_BITS
         self._by_own = False
+
+    def reserves(self, step: DecodingRows) -> int:
+        return hopper_mha_bytes(step)
 
     def plan_decode(self, batch: Batch, slot: object | None, rows: int, width: int) -> None:
         self._by_own = (self._only_own or batch.first_key > 0 or batch.tree_mask is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from glowplug.core.batch import Batch
+from glowplug.core.memory.work import DecodingRows
 from glowplug.core.options import AttentionOptions
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import MlaLayer, Worker
@@ -11,6 +12,7 @@ from glowplug.kernels.fp8 import Blocks
 from glowplug.plugins.attention.flashmla_runtime import FlashMla
 from glowplug.plugins.attention.library import SIXTEEN_BITS
 from glowplug.plugins.attention.measured import fastest
+from glowplug.plugins.attention.table_bytes import no_bytes
 from glowplug.plugins.attention.triton_mla import TritonMlaOptions
 from glowplug.plugins.attention.triton_mla_runtime import TritonMla
 
@@ -24,6 +26,9 @@ class HopperMla(FlashMla):
         self._own = TritonMla(TritonMlaOptions(), plan, worker)
         self._only_own = plan.kv_dtype not in SIXTEEN_BITS
         self._by_own = False
+
+    def reserves(self, step: DecodingRows) -> int:
+        return no_bytes(step)
 
     def plan_decode(self, batch: Batch, slot: object | None, first: int, rows: int, width: int) -> None:
         self._by_own = (self._only_own or batch.first_key > 0 or batch.tree_mask is not None

@@ -2,11 +2,14 @@
 as they come, and decoding steps replayed from a graph."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import AttentionBackend, RopeRows
 from glowplug.core.testing.attention_suite import MhaCase, MlaCase, MlaSuite
 from glowplug.core.testing.paged_world import Row, World, make_world, random_rows
@@ -109,6 +112,12 @@ class Projections:
         out = backend.mla_projected(*self.views(), self.weight, EPS, RopeRows(self.cos_sin, interleaved), layer)
         self.wide = kept
         return out
+
+
+def drafting(plan: EnginePlan) -> EnginePlan:
+    """The same whose last layer is a draft's, so that backends reserve what its passes need."""
+    model = replace(plan.facts.model, num_layers=plan.facts.model.num_layers - 1)
+    return replace(plan, facts=replace(plan.facts, model=model), sizes=replace(plan.sizes, draft_layers=1))
 
 
 class GpuMlaSuite(ProjectedSuite):

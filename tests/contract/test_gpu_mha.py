@@ -14,6 +14,7 @@ from glowplug.core.protocols import AttentionBackend, Worker
 from glowplug.core.testing.attention_suite import MhaCase, MhaSuite, MlaCase
 from glowplug.core.testing.paged_world import Row, World, make_world
 from tests.contract import fa3_build
+from tests.contract.gpu_mla import drafting
 from tests.contract.gpu_slots import padded, refill
 
 pytestmark = pytest.mark.gpu
@@ -139,7 +140,7 @@ class TestFa3(GpuMhaSuite):
         from glowplug.plugins.attention.fa3_mha import Fa3MhaOptions
         from glowplug.plugins.attention.fa3_mha_runtime import Fa3Mha
 
-        return Fa3Mha(Fa3MhaOptions(), plan, worker)
+        return Fa3Mha(Fa3MhaOptions(), drafting(plan), worker)
 
 
 class TestHopper(TestFa3):

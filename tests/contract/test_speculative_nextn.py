@@ -1,6 +1,7 @@
 """NextN: chain verification against its reference, the draft's batches against the rule they follow, refusals."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from glowplug.core.offers import Mode
 from glowplug.core.placement import slots_at
 from glowplug.core.protocols import Limits, Worker
 from glowplug.core.resolve import plan as make_plan
+from glowplug.core.segments import Extension
 from glowplug.core.testing.plans import bare_plan
 from glowplug.core.testing.speculative_suite import HIDDEN, VOCAB, Greedy, SpeculativeSuite, likely, step
 from glowplug.plugins.speculative.drafting import front, missing, one_more, places
@@ -60,13 +62,13 @@ def make(limits: Limits, steps: int, **mesh: int) -> tuple[NextN, Draft]:
     plan = bare_plan(page_size=PAGE, width=steps + 1, lookahead=steps)
     object.__setattr__(plan, "mesh", mesh)
     algorithm, draft = NextN(NextNOptions(steps=steps), plan, Worker(dtype=torch.float32)), Draft()
-    context: Any = SimpleNamespace(attention=draft)
+    context: Any = SimpleNamespace(attention=draft, extension=Extension())
     assert algorithm.draft_model(context, draft, draft) is draft  # type: ignore[arg-type, comparison-overlap]
     algorithm.reserve(limits)
     return algorithm, draft
 
 
-LIMITS = Limits(rows=8, context=99, page_size=PAGE, num_pages=33, width=2, vocab=VOCAB, hidden=HIDDEN)
+LIMITS = Limits(rows=8, context=99, num_pages=33, width=2, vocab=VOCAB, hidden=HIDDEN)
 
 
 class TestOneStep(SpeculativeSuite):
@@ -237,3 +239,35 @@ def refused(folder: Path, options: dict[str, int]) -> tuple[Any, ...]:
     with pytest.raises(PlanRefused) as caught:
         make_plan({**config, "speculative": {"use": "nextn", **options}})
     return caught.value.refusals
+
+
+class Noting:
+    """Segments that note what runs."""
+
+    def __init__(self, noted: list[tuple[str, object]]) -> None:
+        self.noted = noted
+
+    def part(self, name: str) -> object:
+        return name
+
+    def run(self, name: str, work: Callable[[], Any]) -> Any:
+        self.noted.append(("run", name))
+        return work()
+
+
+def test_each_pass_has_run_before_the_next_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention may keep what it plans for every pass in one place."""
+    algorithm, draft = make(LIMITS, 3)
+    noted: list[tuple[str, object]] = []
+    plan_step = draft.plan_step
+
+    def planned(batch: Batch, slot: object | None) -> None:
+        noted.append(("plan", slot))
+        plan_step(batch, slot)
+
+    monkeypatch.setattr(draft, "plan_step", planned)
+    batch = shifted(algorithm, [0, 1], [4, 4], [7, 11], [False, False], decodes=2)
+    batch.segments = Noting(noted)
+    algorithm.draft(batch)
+    passes = [(kind, f"draft {number}") for number in (1, 2, 3) for kind in ("plan", "run")]
+    assert noted == [("run", "draft places"), *passes]

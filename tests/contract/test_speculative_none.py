@@ -48,7 +48,7 @@ class Recorder:
 
 def make() -> NoSpeculation:
     algorithm = NoSpeculation(NoSpeculationOptions(), PLAN, Worker())
-    algorithm.reserve(Limits(rows=8, context=99, page_size=4, num_pages=9, width=1, vocab=VOCAB))
+    algorithm.reserve(Limits(rows=8, context=99, num_pages=9, width=1, vocab=VOCAB))
     return algorithm
 
 

@@ -17,6 +17,7 @@ from glowplug.core.plugins import PluginSet, load_plugins
 from glowplug.core.resolve import plan as make_plan
 from glowplug.core.testing.fakes import TINY_V3, write_model
 from glowplug.plugins.attention import measured
+from tests.plan.test_refusals import drafter, with_components
 
 INSTALLED = {"sglang-kernel": "0.4.2.post2", "flashinfer-python": "0.6.11.post1", "triton": "3.6.0"}
 SHAPES = Path(__file__).parents[2] / "models" / "shapes"
@@ -35,6 +36,17 @@ def plugins() -> Iterator[PluginSet]:
 def lite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shape = msgspec.json.decode((SHAPES / "deepseek-v2-lite.json").read_bytes())
     return write_model(tmp_path_factory.mktemp("lite"), shape)
+
+
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """V3's heads, and a layer that drafts."""
+    return write_model(tmp_path_factory.mktemp("drafting"), slice_of())
+
+
+def slice_of(**changes: Any) -> dict[str, Any]:
+    shape: dict[str, Any] = msgspec.json.decode((SHAPES / "deepseek-v3-slice.json").read_bytes())
+    return {**shape, "num_nextn_predict_layers": 1, **changes}
 
 
 def planned(model: Path, plugins: PluginSet, attention: dict[str, Any] | None = None, **more: Any) -> EnginePlan:
@@ -97,3 +109,68 @@ def test_pages_dtypes_and_drafts_that_a_library_does_not_take(lite: Path, plugin
     found = refused(lite, plugins, {"use": "fa3_mla", "kv_dtype": "float16"}, dtype="bfloat16")
     assert "of the compute dtype bfloat16" in found["attention.kv_dtype"].reason
     assert "dtype" in refused(lite, plugins, {"use": "fa3_mla"}, dtype="float32")
+
+
+@pytest.mark.parametrize("name", ["hopper_mla", "fa3_mla", "flashmla", "flashinfer_mla"])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_drafts_are_taken_and_their_steps_captured(name: str, steps: int, drafting: Path, plugins: PluginSet) -> None:
+    plan = planned(drafting, plugins, {"use": name}, speculative={"use": "nextn", "steps": steps})
+    assert (plan.choice("attention").name, plan.sizes.width) == (name, steps + 1)
+    assert plan.choice("graphs").name == "cuda_graph"
+
+
+def test_trees_are_refused_where_the_kernel_masks_chains_alone(drafting: Path) -> None:
+    made = with_components(speculative=[drafter(tree=True)])
+    made.__dict__["software"] = replace(made.software, packages={**made.software.packages, **INSTALLED})
+    found = refused(drafting, made, {"use": "flashinfer_mla"}, speculative={"use": "drafter"})["attention.use"]
+    assert "reads causal chains only" in found.reason and "triton_mla" in found.fix
+
+
+def test_flashmla_reads_an_fp8_cache_only_when_asked_for(lite: Path, plugins: PluginSet) -> None:
+    """``auto`` keeps what was measured; the cache takes half, a step's other bytes are as many."""
+    plan, wide = (planned(lite, plugins, {"use": "flashmla", **more}) for more in ({"kv_dtype": "fp8_e4m3"}, {}))
+    assert (plan.choice("attention").name, plan.kv_dtype, plan.dtype) == ("flashmla", "fp8_e4m3", "bfloat16")
+    each, whole = (one.sizes.kv_bytes / one.sizes.num_pages for one in (plan, wide))
+    assert 2 * each == whole and plan.sizes.page_size == 64
+    activations = [next(line.bytes for line in one.budget if line.name == "activations") for one in (plan, wide)]
+    assert activations[0] == activations[1]
+    assert plan.choice("graphs").name == "cuda_graph"
+    assert planned(lite, plugins, {"kv_dtype": "fp8_e4m3"}).choice("attention").name == "hopper_mla"
+
+
+def test_drafts_over_flashmlas_fp8_cache_are_refused(drafting: Path, plugins: PluginSet) -> None:
+    """Every part of the fix holds."""
+    asked, nextn = {"use": "flashmla", "kv_dtype": "fp8_e4m3"}, {"use": "nextn", "steps": 1}
+    found = refused(drafting, plugins, asked, speculative=nextn)["attention.kv_dtype"]
+    assert "FlashAttention-3, which reads no cache in fp8_e4m3" in found.reason
+    assert found.fix == 'attention.use = "auto", or attention.kv_dtype = "auto", or speculative.use = "none"'
+    plan = planned(drafting, plugins, {**asked, "use": "auto"}, speculative=nextn)
+    assert (plan.choice("attention").name, plan.kv_dtype) == ("hopper_mla", "fp8_e4m3")
+    assert planned(drafting, plugins, {**asked, "kv_dtype": "auto"}, speculative=nextn).kv_dtype == "bfloat16"
+    assert planned(drafting, plugins, asked, speculative={"use": "none"}).kv_dtype == "fp8_e4m3"
+
+
+def test_steps_that_flashmlas_fp8_kernel_does_not_take(lite: Path, drafting: Path, plugins: PluginSet) -> None:
+    asked = {"use": "flashmla", "kv_dtype": "fp8_e4m3"}
+    found = refused(lite, plugins, asked, scheduler={"max_running_requests": 4096})["scheduler.max_running_requests"]
+    assert found.fix.startswith("scheduler.max_running_requests = 4095")
+    assert planned(lite, plugins, asked, scheduler={"max_running_requests": 4095}).sizes.max_running == 4095
+    assert "not in fp8_e5m2" in refused(lite, plugins, {**asked, "kv_dtype": "fp8_e5m2"})["attention.kv_dtype"].reason
+    made = with_components(speculative=[drafter()])
+    made.__dict__["software"] = replace(made.software, packages={**made.software.packages, **INSTALLED})
+    assert planned(drafting, made, asked, speculative={"use": "drafter", "steps": 31}).sizes.width == 32
+    found = refused(drafting, made, asked, speculative={"use": "drafter", "steps": 32})["attention.kv_dtype"]
+    assert "takes 32 query tokens a row" in found.reason and "computes 33" in found.reason
+
+
+@pytest.mark.parametrize(("heads", "steps", "fits"), [
+    (128, 3, True), (64, 3, True), (24, 4, True), (24, 5, False), (96, 1, False), (256, 1, False), (96, 0, True)])
+def test_heads_that_do_not_fill_flashinfers_tiles(heads: int, steps: int, fits: bool, plugins: PluginSet,
+                                                  tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", slice_of(num_attention_heads=heads, num_key_value_heads=heads))
+    more: dict[str, Any] = {"speculative": {"use": "nextn", "steps": steps}} if steps else {}
+    if fits:
+        assert planned(model, plugins, {"use": "flashinfer_mla"}, **more).choice("attention").name == "flashinfer_mla"
+        return
+    found = refused(model, plugins, {"use": "flashinfer_mla"}, **more)["attention.use"]
+    assert f"which {heads} a rank do not divide" in found.reason and 'speculative.use = "none"' in found.fix

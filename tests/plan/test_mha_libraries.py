@@ -45,9 +45,10 @@ def planned(model: Path, plugins: PluginSet, attention: dict[str, Any] | None = 
     return make_plan(config, plugins=plugins, hardware=read_sheet(sheet))
 
 
-def refused(model: Path, plugins: PluginSet, attention: dict[str, Any], **more: Any) -> dict[str, Refusal]:
+def refused(model: Path, plugins: PluginSet, attention: dict[str, Any], sheet: str = "1xh200",
+            **more: Any) -> dict[str, Refusal]:
     with pytest.raises(PlanRefused) as caught:
-        planned(model, plugins, attention, **more)
+        planned(model, plugins, attention, sheet, **more)
     return {refusal.field: refusal for refusal in caught.value.refusals}
 
 
@@ -112,3 +113,25 @@ def test_heads_too_large_for_a_multiprocessor(plugins: PluginSet, tmp_path: Path
 def test_a_missing_library_is_named(llama: Path) -> None:
     found = refused(llama, installed({"sglang-kernel": "", "triton": "3.6.0"}), {"use": "fa3_mha"})["attention.use"]
     assert "sglang-kernel" in found.reason and 'pip install "sglang-kernel' in found.fix
+
+
+@pytest.mark.parametrize(("head", "dtype", "fits"), [
+    (32, "float32", ["triton_mha", "torch_mha"]), (32, "bfloat16", ["triton_mha", "torch_mha"]),
+    (128, "float32", ["triton_mha", "torch_mha"]),
+    (128, "bfloat16", ["hopper_mha", "fa3_mha", "triton_mha", "torch_mha"]), (512, "bfloat16", ["torch_mha"])])
+def test_what_is_named_instead_of_latent_attention_fits(head: int, dtype: str, fits: list[str], plugins: PluginSet,
+                                                        tmp_path: Path) -> None:
+    model = write_model(tmp_path, {**LARGE, "head_dim": head})
+    found = refused(model, plugins, {"use": "torch_mla"}, dtype=dtype)["attention.use"]
+    assert "torch_mla computes mla attention" in found.reason
+    named = [part.strip('"') for part in found.fix.removeprefix("attention.use = ").split(" or ")]
+    assert sorted(named) == sorted(fits)
+    for name in named:
+        assert planned(model, plugins, {"use": name}, dtype=dtype).choice("attention").name == name
+
+
+def test_what_no_backend_takes_does_not_hide_those_of_the_models_kind(plugins: PluginSet, tmp_path: Path) -> None:
+    """A dtype of the cache has a refusal and a fix of its own."""
+    model = write_model(tmp_path, LARGE)
+    found = refused(model, plugins, {"use": "torch_mla", "kv_dtype": "fp8_e4m3"}, "cpu")
+    assert found["attention.use"].fix == 'attention.use = "torch_mha"' and "attention.kv_dtype" in found

@@ -1,0 +1,106 @@
+"""What latent attention by libraries holds for a draft's passes: as many bytes as its component says, in one place."""
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from glowplug.core.component import Component
+from glowplug.core.memory.work import DecodingRows
+from glowplug.core.offers import AttentionOffers
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import AttentionBackend, Limits, Worker
+from glowplug.core.testing.paged_world import Row, make_world
+from glowplug.plugins.attention.flashinfer_mla import WORKSPACE
+from tests.contract import fake_flashinfer, fake_sgl_kernel
+from tests.contract.gpu_mla import ProjectedSuite, drafting
+
+PACKAGE = "glowplug.plugins.attention"
+BACKENDS = {"fa3_mla": "Fa3Mla", "flashmla": "FlashMla", "flashinfer_mla": "FlashInferMla"}
+RUNTIMES = [f"{PACKAGE}.{name}_runtime" for name in BACKENDS]
+ROWS, CONTEXT, PAGE, WIDTH = 17, 1000, 64, 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _libraries() -> Iterator[None]:
+    """Fakes are there for this module, and runtimes that imported them are forgotten with it."""
+    before = {name: sys.modules.pop(name, None) for name in RUNTIMES}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, made in {**fake_sgl_kernel.modules(), **fake_flashinfer.modules()}.items():
+            patch.setitem(sys.modules, name, made)
+        patch.setattr(torch.cuda, "Event", fake_flashinfer.Event)
+        yield
+    for name, module in before.items():
+        sys.modules.pop(name, None)
+        if module is not None:
+            sys.modules[name] = module
+
+
+class OfDrafts(ProjectedSuite):
+    """The suite of every backend with room reserved for drafts."""
+
+    name = ""
+    page_sizes, page_size, max_width = (64,), 64, 2
+    nope, rope, value, lora = 16, 64, 8, 512
+
+    def make(self, plan: EnginePlan, worker: Worker) -> AttentionBackend:
+        plan = drafting(replace(plan, sizes=replace(plan.sizes, width=WIDTH)))
+        options = self.component().options()
+        backend: AttentionBackend = getattr(importlib.import_module(f"{PACKAGE}.{self.name}_runtime"),
+                                            BACKENDS[self.name])(options, plan, worker)
+        return backend
+
+    def component(self) -> Component:
+        (made,) = importlib.import_module(f"{PACKAGE}.{self.name}").register_attention_backends()
+        assert isinstance(made, Component)
+        return made
+
+    def test_sizes_and_passes_share_what_the_component_says(self) -> None:
+        backend, offers = self.backend(PAGE), self.component().offers
+        assert isinstance(offers, AttentionOffers) and offers.reserves is not None
+        world = make_world([Row(3, 1)], PAGE, 0)
+        world.fill("kv", (self.lora + self.rope,), torch.Generator().manual_seed(0))
+        limits = Limits(rows=ROWS, context=CONTEXT, num_pages=9, width=WIDTH, vocab=8, kv=(world.pools,))
+        backend.reserve(limits)
+        backend.reserve(limits)
+        for rows in (16, 8, 3, 1):
+            batch = make_world([Row(2, 1) for _ in range(rows)], PAGE, rows).batch
+            batch.page_table = torch.zeros(rows, -(-CONTEXT // PAGE), dtype=torch.int32)
+            batch.first_key = 1
+            for number in range(3):
+                backend.plan_step(batch, (rows, number))
+            backend.plan_step(batch, None)
+        said = offers.reserves(DecodingRows(ROWS, CONTEXT, PAGE, WIDTH, self.heads, True))
+        held = backend._buffers.nbytes  # type: ignore[attr-defined]
+        assert held + (WORKSPACE if self.name == "flashinfer_mla" else 0) == said
+        assert held == ROWS * -(-CONTEXT // PAGE) * PAGE * 4
+
+    def test_a_pass_of_a_draft_reads_its_slots(self) -> None:
+        """A batch of another size, then this one: the room is in use by one at a time."""
+        for seed, lengths in enumerate(((30, 1, 97), (5, 200), (64, 63, 65, 2))):
+            generator, backend = torch.Generator().manual_seed(seed), self.backend(PAGE)
+            world = make_world([Row(n + 2, 1) for n in lengths], PAGE, seed)
+            world.batch.first_key = 1
+            layer, args = self.layer(generator), self.arguments(world, generator)
+            expected = self.expected(world, layer, args)
+            self.close(self.step(backend, world, layer, args), expected)
+            assert backend._buffers.nbytes == len(lengths) * 4096 * 4  # type: ignore[attr-defined]
+
+
+class TestFa3(OfDrafts):
+    name = "fa3_mla"
+
+
+class TestFlashMla(OfDrafts):
+    name = "flashmla"
+
+
+class TestFlashInfer(OfDrafts):
+    name = "flashinfer_mla"
+
+
+del OfDrafts
