@@ -2,7 +2,8 @@
 one by one. A batch between two sizes is filled up to the larger one.
 
 Steps with prompts in them are replayed in pieces, for a list of token counts up to which launching takes longer than
-computing: what lies between two layers' attention is a graph, attention itself runs as it comes.
+computing: what lies between two layers' attention is a graph, attention itself runs as it comes. A draft's pass over
+the tokens of such a step (draft extend) attends to none and is one graph.
 """
 from __future__ import annotations
 

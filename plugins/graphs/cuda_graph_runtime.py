@@ -17,6 +17,7 @@ from glowplug.core.protocols import Steps, Worker
 from glowplug.core.request import SamplingParams
 from glowplug.plugins.graphs.cuda_graph import CudaGraphOptions
 from glowplug.plugins.graphs.cuda_recorder import CudaRecorder
+from glowplug.plugins.graphs.extend_runtime import Extends
 from glowplug.plugins.graphs.piecewise_runtime import Pass, Passes, Tape
 from glowplug.plugins.graphs.piecewise_tape import CudaTape
 from glowplug.plugins.graphs.slot import Recorder, Shape, Slot
@@ -36,7 +37,7 @@ class CudaGraph:
                  recorder: Recorder | None = None, tape: Tape | None = None) -> None:
         self._options, self._plan, self._device = options, plan, torch.device(worker.device)
         self._recorder, self._tape = recorder, tape
-        self._passes = Passes()
+        self._passes, self._extends = Passes(), Extends()
         self._slots: dict[Mode, dict[int, Slot]] = {}
         self._sizes: dict[Mode, list[int]] = {}
 
@@ -52,7 +53,8 @@ class CudaGraph:
             recorder = own = CudaRecorder(self._device)
             tape = CudaTape(own)
         made = [Shape.of(mode, rows, sizes) for mode, rows, _ in self.shapes(self._plan)]
-        total = len(made) + len(sizes.pass_tokens)
+        behind = len(made) + len(sizes.pass_tokens)
+        total = behind + len(sizes.extend_tokens)
         gc.collect()
         collecting = gc.isenabled()
         gc.disable()
@@ -62,6 +64,8 @@ class CudaGraph:
                 if tape is not None:
                     self._passes.capture(steps, sizes.pass_tokens, tape, self._pass_failed,
                                          lambda done: report(len(made) + done, total))
+                    self._extends.capture(steps.extension, sizes.extend_tokens, self._device, tape, self._extend_failed,
+                                          lambda done: report(behind + done, total))
         finally:
             if collecting:
                 gc.enable()
@@ -102,6 +106,12 @@ class CudaGraph:
             f"by {_component(error)}: {error}. Leave this count out (graphs.prefill_tokens, "
             "graphs.max_prefill_tokens), or graphs.prefill = false"))
 
+    def _extend_failed(self, error: Exception, tokens: int) -> None:
+        self._failed(error, self._options.on_failure == "stop" and self._options.prefill is True, CaptureError(
+            f"a draft's pass of {tokens} tokens could not be captured: {type(error).__name__} by {_component(error)}: "
+            f"{error}. Leave this count out (graphs.prefill_tokens, graphs.max_prefill_tokens), or graphs.prefill = "
+            "false"))
+
     def _failed(self, error: Exception, stops: bool, failure: CaptureError) -> None:
         if stops:
             raise failure from error
@@ -122,7 +132,8 @@ class CudaGraph:
         return self._passes.find(batch.num_tokens)
 
     def close(self) -> None:
-        self._slots, self._sizes, self._passes = {}, {}, Passes()
+        self._extends.release()
+        self._slots, self._sizes, self._passes, self._extends = {}, {}, Passes(), Extends()
 
 
 def _no_rows(batch: Batch) -> Batch:

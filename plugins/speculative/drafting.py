@@ -57,18 +57,24 @@ def missing(batch: Batch, tokens: Tensor, page_size: int) -> Missing:
 
     NOTE: refused tokens of decoding rows are among them; their entries are written over before anything reads them.
     """
+    if batch.num_decodes == batch.num_rows:
+        return Missing(*_drafted(batch, tokens, page_size))
+    layout = _Chunks(batch, page_size)
+    packed, pages = (part.long() for part in send([layout.packed().reshape(-1), layout.pages], tokens.device))
+    ids, positions, slots, source = packed.view(4, -1)[:, : len(layout.ids)]
+    if batch.num_decodes:
+        both = zip(_drafted(batch, tokens, page_size), (ids, positions, slots, source), strict=True)
+        ids, positions, slots, source = (torch.cat(parts) for parts in both)
+    return Missing(ids, positions, slots, source, pages if len(layout.pages) else None)
+
+
+def _drafted(batch: Batch, tokens: Tensor, page_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of the decoding rows, the first four fields of :class:`Missing`."""
     decodes, width = batch.num_decodes, tokens.shape[1]
     places = torch.arange(decodes * width, device=tokens.device).view(decodes, width)[:, :-1]
     positions = batch.positions[: decodes * width].view(decodes, width)[:, 1:]
-    parts = (tokens[:decodes, :-1], positions, slots_at(batch.page_table[:decodes], positions, page_size), places)
-    ids, positions, slots, source = (part.reshape(-1) for part in parts)
-    if decodes == batch.num_rows:
-        return Missing(ids, positions, slots, source)
-    layout = _Chunks(batch, page_size)
-    *more, pages = (part.long() for part in send(
-        [layout.ids, layout.positions, layout.slots, layout.source, layout.pages], tokens.device))
-    joined = (torch.cat(both) for both in zip((ids, positions, slots, source), more, strict=True))
-    return Missing(*joined, pages=pages if len(layout.pages) else None)
+    slots = slots_at(batch.page_table[:decodes], positions, page_size)
+    return tokens[:decodes, :-1].reshape(-1), positions.reshape(-1), slots.reshape(-1), places.reshape(-1)
 
 
 class _Chunks:
@@ -93,6 +99,17 @@ class _Chunks:
         self.source = decoding + places - 1
         self.source[self.positions == begins[row]] = batch.num_tokens + np.arange(int(resumed.sum()))
         self.pages = batch.pages[first + np.flatnonzero(resumed), begins[resumed] // page_size - 1]
+
+    def packed(self) -> Ints:
+        """int32 [4, F or more]: what goes to the device as one and becomes int64 there in one launch.
+
+        NOTE: rows begin at multiples of 16 bytes then, as those of ``send`` do.
+        """
+        parts = self.ids, self.positions, self.slots, self.source
+        made = np.zeros((4, -(-len(self.ids) // 2) * 2), np.int32)
+        for row, part in zip(made, parts, strict=True):
+            row[: len(part)] = part
+        return made
 
 
 def front(batch: Batch, accepted: Accepted, ends: Tensor | None) -> Front:

@@ -13,12 +13,10 @@ from pydantic import Field
 from glowplug.core.component import CheckContext, Component
 from glowplug.core.errors import Refusal
 from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import EVERY_MODE_GRAPH, Capture, Mode, SpeculativeOffers
+from glowplug.core.offers import EVERY_MODE_GRAPH, SpeculativeOffers
 from glowplug.core.options import SpeculativeOptions
 
 MOST_STEPS = 15
-#: steps of decoding rows may be replayed from graphs, draft passes too; prompts are stored as they come
-MODES = {**EVERY_MODE_GRAPH, Mode.DRAFT_EXTEND: Capture.EAGER}
 
 
 class NextNOptions(SpeculativeOptions):
@@ -62,5 +60,5 @@ def register_speculative_algorithms() -> list[Component]:
     return [Component(
         name="nextn", options=NextNOptions, factory="glowplug.plugins.speculative.nextn_runtime:NextN",
         check=check_options,
-        offers=SpeculativeOffers(drafts=True, nextn_layer=True, first_key=True, modes=MODES),
+        offers=SpeculativeOffers(drafts=True, nextn_layer=True, first_key=True, modes=EVERY_MODE_GRAPH),
         summary="drafts by the checkpoint's own next-token layer, same tokens in fewer steps")]

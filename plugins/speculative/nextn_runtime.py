@@ -13,6 +13,7 @@ from glowplug.core.build import BuildContext
 from glowplug.core.placement import send
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Limits, Model, ModelFamily, Sampler, Worker
+from glowplug.core.segments import DIRECT, ExtendWork
 from glowplug.plugins.speculative.drafting import Front, Missing, Places, front, missing, one_more, places
 from glowplug.plugins.speculative.host_chain import (
     front_host,
@@ -49,7 +50,7 @@ class NextN:
         return self._width
 
     def draft_model(self, context: BuildContext, family: ModelFamily, target: Model) -> Model | None:
-        self._attention = context.attention
+        self._attention, self._extension = context.attention, context.extension
         self._model: Any = family.build_nextn(context, target)
         return self._model
 
@@ -58,6 +59,7 @@ class NextN:
         self._hidden = torch.zeros(limits.rows, limits.hidden, dtype=self._dtype, device=self._device)
         self._computed = torch.ones(limits.rows, dtype=torch.int32, device=self._device)  # no sequence is empty
         self._page_ends = torch.zeros(limits.num_pages, limits.hidden, dtype=self._dtype, device=self._device)
+        self._extension.work = ExtendWork(self._model.fill, limits.hidden, self._dtype)
 
     def lengths(self, batch: Batch) -> Tensor | None:
         decodes = batch.num_decodes
@@ -102,8 +104,8 @@ class NextN:
             ends = send([places], self._device)[0].long()
         accepted = verify_chain(logits, batch, self._width, ends, sampler)
         self._keep_page_ends(batch, hidden)
-        self._fill(missing(batch, accepted.tokens, self._page_size), hidden)
         self._remember(batch, front(batch, accepted, ends), hidden)
+        self._fill(batch, missing(batch, accepted.tokens, self._page_size), hidden)
         return accepted
 
     def _accept_on_host(self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
@@ -112,10 +114,10 @@ class NextN:
         places, pages = page_ends(batch, self._page_size)
         if places:
             self._page_ends[pages] = hidden[places].to(self._dtype)
+        self._remember(batch, front_host(batch, accepted), hidden)
         keep = self._width if self._grouped else int(accepted.counts.max())
         if keep > 1:
-            self._fill(missing_host(batch, accepted, self._page_size, keep), hidden)
-        self._remember(batch, front_host(batch, accepted), hidden)
+            self._fill(batch, missing_host(batch, accepted, self._page_size, keep), hidden)
         return accepted
 
     def _keep_page_ends(self, batch: Batch, hidden: Tensor) -> None:
@@ -124,11 +126,15 @@ class NextN:
         pages = pages.masked_fill_(batch.positions % self._page_size != self._page_size - 1, 0)
         self._page_ends.index_copy_(0, pages, hidden.to(self._dtype))
 
-    def _fill(self, lacking: Missing, hidden: Tensor) -> None:
+    def _fill(self, batch: Batch, lacking: Missing, hidden: Tensor) -> None:
         """Complete the draft's cache up to each row's newest token."""
         if lacking.pages is not None:
             hidden = torch.cat([hidden, self._page_ends[lacking.pages].to(hidden.dtype)])
-        self._model.fill(lacking.input_ids, lacking.positions, lacking.slots, hidden[lacking.source])
+        tokens = lacking.input_ids, lacking.positions, lacking.slots
+        if batch.segments is DIRECT and batch.prompt_logprobs is None:
+            self._extension.call(*tokens, hidden, lacking.source)
+        else:  # it is part of a slot's piece, or ``hidden`` is to be scored yet
+            self._model.fill(*tokens, hidden[lacking.source])
 
     def _remember(self, batch: Batch, newest: Front, hidden: Tensor) -> None:
         """Leave behind what the rows' next drafts begin with."""

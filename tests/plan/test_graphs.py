@@ -1,11 +1,16 @@
 """Which steps are captured, as the plan says it: chosen by itself, clipped, or refused with the reason."""
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from glowplug.core.machine import read_sheet
+from glowplug.core.memory.graph_bytes import PER_PIECE
+from glowplug.core.offers import EVERY_MODE_GRAPH, Capture, Mode
+from tests.tiny import write_config
 
 H200 = read_sheet("1xh200")
 
@@ -137,3 +142,36 @@ def test_larger_limits_go_on_in_steps() -> None:
     assert found == (*TOKEN_COUNTS, last + FURTHER, last + 2 * FURTHER, last + 2 * FURTHER + 1)
     assert CudaGraphOptions().token_counts(1 << 20) == TOKEN_COUNTS
     assert CudaGraphOptions().token_counts(5) == (5,)
+
+
+def test_the_drafts_passes_over_prompts_are_captured_for_the_same_counts(planned: Any, tmp_path: Path) -> None:
+    """They add a graph each to the line, and what the largest begins with."""
+    folder = write_config(tmp_path, "v3", num_nextn_predict_layers=1)
+    base = {"model": str(folder), "dtype": "bfloat16", "speculative": {"use": "nextn", "steps": 2}}
+    plan = planned(base, hardware=H200)
+    counts = plan.sizes.extend_tokens
+    assert counts == plan.sizes.pass_tokens != ()
+    line = next(line for line in plan.budget if line.name == "graphs")
+    assert line.how.endswith(f"{len(counts)} token counts up to {counts[-1]}, of the draft too, one pool")
+    for changes in ({"graphs": {"prefill": False}}, {"graphs": {"use": "eager"}}, {"speculative": {"use": "none"}}):
+        assert planned({**base, **changes}, hardware=H200).sizes.extend_tokens == (), changes
+
+
+def test_a_draft_that_waits_for_the_host_is_not_captured_over_prompts(planned: Any, plugins: Any, tmp_path: Path,
+                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_config(tmp_path, "v3", num_nextn_predict_layers=1)
+    base = {"model": str(folder), "dtype": "bfloat16", "speculative": {"use": "nextn"}}
+
+    def size(plan: Any) -> int:
+        return next(line.bytes for line in plan.budget if line.name == "graphs")
+
+    captured = planned(base, hardware=H200)
+    modes = {**EVERY_MODE_GRAPH, Mode.DRAFT_EXTEND: Capture.EAGER}
+    components = [found.component for found in plugins.components("speculative")]
+    offers = next(component.offers for component in components if component.name == "nextn")
+    monkeypatch.setitem(offers.__dict__, "captures_in", replace(offers, modes=modes).captures_in)
+    eager = planned(base, hardware=H200)
+    assert eager.choice("graphs").name == "cuda_graph" and eager.sizes.pass_tokens == captured.sizes.pass_tokens
+    assert eager.sizes.extend_tokens == () and "of the draft too" not in str(eager.budget)
+    counts, hidden = captured.sizes.extend_tokens, captured.facts.model.hidden_size
+    assert size(captured) - size(eager) == len(counts) * PER_PIECE + counts[-1] * (2 * hidden + 3 * 8)
