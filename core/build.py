@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from glowplug.core.facts import ModelFacts
 from glowplug.core.parallel_stack import ParallelStack
 from glowplug.core.protocols import AttentionBackend, Collectives, Ops, QuantizationScheme, Worker
-from glowplug.core.segments import Cuts
+from glowplug.core.segments import Cuts, Extension
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +25,7 @@ class BuildContext:
         parallel: the strategies in order, as one; layers ask it for their shards.
         attention: the backend every attention layer calls.
         cuts: through which layers call what a captured pass has to leave out, attention above all.
+        extension: through which a speculative algorithm calls its draft's pass over a step's tokens.
         first_layer: KV-pool number of this model's first layer (a draft model's layers follow the target's).
     """
 
@@ -39,6 +40,7 @@ class BuildContext:
     attention: AttentionBackend
     ops: Ops
     cuts: Cuts = field(default_factory=Cuts)
+    extension: Extension = field(default_factory=Extension)
     first_layer: int = 0
     spare: int = 0
 

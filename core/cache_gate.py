@@ -1,7 +1,8 @@
 """What an 8-bit KV cache costs this model, measured before the real cache is made; too much of it refuses to start.
 
 The same steps run over two small pools, one in the plan's format and one in the compute dtype: prompts, and then one
-more token behind each, whose logits are compared. Random token ids stand in for text.
+more token behind each, whose logits are compared. That step decodes, so that what a backend's decoding kernel rounds
+beside the cache (its queries, say) counts; where drafts run, it is one of prompts. Random token ids stand in for text.
 """
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ def cache_error(runner: Runner, plan: EnginePlan, lend: Lend) -> CacheError | No
 def _next_logits(runner: Runner, pages: NDArray[np.int32], ids: NDArray[np.int32]) -> Tensor:
     """Logits behind the last of ids [rows, n + 1], which reads those before it from the cache."""
     runner.launch(_batch(pages, ids[:, :-1], ids.shape[1] - 1)).wait()
-    return runner.logits(_batch(pages, ids[:, -1:], ids.shape[1]))
+    return runner.logits(_batch(pages, ids[:, -1:], ids.shape[1], decodes=runner.speculative.width() == 1))
 
 
 def compared(exact: Tensor, other: Tensor) -> Tensor:
@@ -95,12 +96,12 @@ def compared(exact: Tensor, other: Tensor) -> Tensor:
     return torch.stack([kl, cosine, (exact.argmax(-1) == other.argmax(-1)).double()])
 
 
-def _batch(pages: NDArray[np.int32], ids: NDArray[np.int32], end: int) -> Batch:
+def _batch(pages: NDArray[np.int32], ids: NDArray[np.int32], end: int, decodes: bool = False) -> Batch:
     """Chunks ids [rows, n] of prompts, which end at ``end``."""
     rows, count = ids.shape
     batch = Batch(
-        step=0, mode=Mode.PREFILL, rows=np.arange(rows, dtype=np.int32), epochs=np.zeros(rows, np.int64), num_decodes=0,
-        query_lens=np.full(rows, count, np.int32), kv_lens=np.full(rows, end, np.int32),
-        samples=np.ones(rows, np.bool_), prompt_ids=ids.ravel(), pages=pages)
+        step=0, mode=Mode.DECODE if decodes else Mode.PREFILL, rows=np.arange(rows, dtype=np.int32),
+        epochs=np.zeros(rows, np.int64), num_decodes=rows if decodes else 0, query_lens=np.full(rows, count, np.int32),
+        kv_lens=np.full(rows, end, np.int32), samples=np.ones(rows, np.bool_), prompt_ids=ids.ravel(), pages=pages)
     batch.agreed = shape_of(batch)
     return batch

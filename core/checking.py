@@ -12,6 +12,7 @@ from glowplug.core.component import Chosen
 from glowplug.core.draft import Draft
 from glowplug.core.errors import Refusal
 from glowplug.core.slots import BY_NAME, SLOTS, Slot
+from glowplug.core.suggestions import suggestions
 
 Check = Callable[[Draft], Iterator[Refusal]]
 CHECKS: list[Check] = []
@@ -54,7 +55,7 @@ def refuse(draft: Draft, slot: str, chosen: Chosen, reason: str, fix: str, field
 def instead(draft: Draft, slot: str, fits: Callable[[Any], bool], otherwise: str) -> str:
     """A fix that names the components that would do, or ``otherwise`` when none would."""
     section = BY_NAME[slot].section or slot
-    names = draft.suggestions(slot, fits)
+    names = suggestions(draft, slot, fits)
     return f"{section}.use = " + " or ".join(f'"{name}"' for name in names) if names else otherwise
 
 

@@ -28,6 +28,7 @@ from glowplug.core.offers import (
 )
 from glowplug.core.requirements import missing_packages
 from glowplug.core.slots import SLOTS, Slot
+from glowplug.core.suggestions import suggestions
 
 #: more checks, which register themselves when they are imported
 MODULES = (checks_draft, checks_ranks, last_layer_choice)
@@ -46,7 +47,6 @@ def component_checks(draft: Draft, slot: Slot, component: Component, chosen: Cho
     yield from unfit
     if all(refusal.field != use_field(draft, slot, chosen) for refusal in unfit):  # else no installation would help
         yield from _packages(draft, slot, component, chosen)
-    yield from _providers(draft, slot, component, chosen)
 
 
 def _packages(draft: Draft, slot: Slot, component: Component, chosen: Chosen) -> Iterator[Refusal]:
@@ -55,8 +55,8 @@ def _packages(draft: Draft, slot: Slot, component: Component, chosen: Chosen) ->
                      f'pip install "{requirement}"')
 
 
-def _providers(draft: Draft, slot: Slot, component: Component, chosen: Chosen) -> Iterator[Refusal]:
-    """Libraries that the operator named to do a component's products."""
+def provider_checks(draft: Draft, slot: Slot, component: Component, chosen: Chosen) -> Iterator[Refusal]:
+    """Libraries that the operator named to do a component's products, where the component itself can run."""
     if draft.values["device"] != "cuda" or not component.uses:
         return
     for name in chosen.options.provider_fields():
@@ -185,7 +185,8 @@ def check_kv_dtype(draft: Draft) -> Iterator[Refusal]:
         return
     assert isinstance(chosen.offers, AttentionOffers)
     if kv_dtype not in chosen.offers.kv_dtypes:
-        other = draft.suggestions("attention", lambda o: kv_dtype in o.kv_dtypes and o.kinds == chosen.offers.kinds)
+        kinds = chosen.offers.kinds
+        other = suggestions(draft, "attention", lambda o: kv_dtype in o.kv_dtypes and o.kinds == kinds)
         fix = 'attention.kv_dtype = "auto"' + (f', or attention.use = "{other[0]}"' if other else "")
         yield refuse(draft, "attention", chosen, f"{chosen.name} keeps the KV cache in "
                      f"{listed(chosen.offers.kv_dtypes)}, not in {kv_dtype}", fix, field="attention.kv_dtype")

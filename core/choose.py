@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from glowplug.core.checking import run_checks
-from glowplug.core.checks import component_checks
+from glowplug.core.checking import run_checks, use_field
+from glowplug.core.checks import component_checks, provider_checks
 from glowplug.core.component import CONTRACT, Chosen, Component, Options
 from glowplug.core.draft import Draft, chosen_of
 from glowplug.core.errors import Refusal
@@ -219,7 +219,15 @@ def _against(draft: Draft, slot: Slot, found: Registration, chosen: Chosen) -> R
         before = set(run_checks(draft, slot.name))
         draft.chosen[slot.name] = (chosen,)
         refusals = [refusal for refusal in refusals if refusal not in before]
-    return next(iter(refusals or own_check(draft, slot, found.component, chosen)), None)
+    return next(iter(refusals or unfit(draft, slot, found.component, chosen)), None)
+
+
+def unfit(draft: Draft, slot: Slot, component: Component, chosen: Chosen) -> list[Refusal]:
+    """Refusals of the component's own check and, unless that refuses it whatever multiplies, of libraries it names."""
+    own = own_check(draft, slot, component, chosen)
+    if any(refusal.field == use_field(draft, slot, chosen) for refusal in own):
+        return own
+    return [*own, *provider_checks(draft, slot, component, chosen)]
 
 
 def own_check(draft: Draft, slot: Slot, component: Component, chosen: Chosen) -> list[Refusal]:

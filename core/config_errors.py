@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -77,7 +78,7 @@ def explain(problem: ErrorDetails, data: Mapping[str, Any], plugins: PluginSet, 
     if path == ("model",) and kind == "missing":
         fix = 'model = "embedded" (--model embedded), or a folder'
         return Explained(_refusal(path, "no model is given", fix, where), path)
-    return Explained(_wrong_value(path, problem, where), path)
+    return Explained(_wrong_value(path, problem, slot, plugins, where), path)
 
 
 def without_use(slot: Slot, path: tuple[str | int, ...], plugins: PluginSet, origins: Mapping[str, str]) -> Refusal:
@@ -123,7 +124,7 @@ def _unknown_key(path: tuple[str | int, ...], slot: Slot | None, data: Mapping[s
     key = str(path[-1])
     if slot is not None:
         holder = _section(data, path[:-1])
-        return _refusal(path, "unknown key", _option_hint(key, slot, holder, plugins), where)
+        return _refusal(path, "unknown key", _option_hint(path, slot, holder, plugins), where)
     fields = _fields(model, path[:-1])
     close = difflib.get_close_matches(key, fields, 1, 0.6)
     if close:
@@ -141,13 +142,13 @@ def _section(data: Mapping[str, Any], path: Iterable[str | int]) -> Mapping[str,
     return holder if isinstance(holder, Mapping) else {}
 
 
-def _option_hint(key: str, slot: Slot, holder: Mapping[str, Any], plugins: PluginSet) -> str:
-    use = str(holder.get("use", slot.default))
+def _option_hint(path: tuple[str | int, ...], slot: Slot, holder: Mapping[str, Any], plugins: PluginSet) -> str:
+    key, at, use = str(path[-1]), dotted(path[:-1]), str(holder.get("use", slot.default))
     owners = {found.component.name: list(found.component.options.model_fields)
               for found in plugins.components(slot.name)}
     having = [name for name, fields in owners.items() if key in fields and name != use]
     if having:
-        return f'it is an option of {", ".join(having)}: write use = "{having[0]}" beside it'
+        return f'it is an option of {", ".join(having)}: write {at}.use = "{having[0]}"'
     fields = owners.get(use) or sorted({name for fields in owners.values() for name in fields})
     close = difflib.get_close_matches(key, fields, 1, 0.6)
     if close:
@@ -179,18 +180,37 @@ def leaf_paths(plugins: PluginSet, model: type[BaseModel]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _wrong_value(path: tuple[str | int, ...], problem: ErrorDetails, where: str) -> Refusal:
+def _wrong_value(path: tuple[str | int, ...], problem: ErrorDetails, slot: Slot | None, plugins: PluginSet,
+                 where: str) -> Refusal:
     value = problem["input"]
     shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
     if path and str(path[-1]) in ("api_key", "admin_api_key"):
         shown = "given"
     message = problem["msg"].removeprefix("Value error, ")
+    expected = _expected(problem)
+    if expected:
+        shown, message = _in_files(shown), f"Input should be {expected}"
     message = message[:1].lower() + message[1:]
-    expected = str(problem.get("ctx", {}).get("expected", ""))
-    options = [part.strip("' ") for part in expected.replace(" or ", ", ").split(",")]
-    close = difflib.get_close_matches(str(value).lower(), options, 1, 0.5) if expected else []
-    fix = f"did you mean {close[0]!r}?" if close else f"write {_kind(problem)} for {dotted(path)}"
+    options = [part.strip() for part in expected.replace(" or ", ", ").split(",")]
+    names = {option.strip("'"): option for option in options}
+    close = difflib.get_close_matches(str(value).lower(), names, 1, 0.5) if expected else []
+    fix = f"did you mean {names[close[0]]}?" if close else f"write {_kind(problem)} for {dotted(path)}"
+    if slot is not None and not slot.many and len(path) == 1 and plugins.find(slot.name, str(value)):
+        fix = f'write {slot.section}.use = "{value}"'
     return _refusal(path, f"{message.replace('input', f'the value {shown}', 1)}", fix, where)
+
+
+_SPELLED = {"True": "true", "False": "false", "None": "null"}  #: Python's words in the words of files
+
+
+def _in_files(text: str) -> str:
+    """Bare words of Python as TOML, YAML, JSON and ``--set`` spell them; what stands in quotes stays."""
+    return re.sub(r"'[^']*'|\b(?:True|False|None)\b", lambda word: _SPELLED.get(word[0], word[0]), text)
+
+
+def _expected(problem: ErrorDetails) -> str:
+    """The values that a field takes, as files spell them; "" where any of a kind will do."""
+    return _in_files(str(problem.get("ctx", {}).get("expected", "")))
 
 
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "text", "list": "a list",
@@ -205,5 +225,6 @@ def _kind(problem: ErrorDetails) -> str:
         bound = next((context[key] for key in ("gt", "ge", "lt", "le") if key in context), "")
         return f"a number {bounds[problem['type']]} {bound}"
     if problem["type"] == "literal_error":
-        return f"one of {context.get('expected', '')}"
+        expected = _expected(problem)
+        return f"one of {expected}" if " or " in expected else expected
     return _KINDS.get(problem["type"].partition("_")[0], "another value")

@@ -11,7 +11,6 @@ from glowplug.core.config_errors import place
 from glowplug.core.errors import Refusal
 from glowplug.core.facts import Facts
 from glowplug.core.plan import Decision
-from glowplug.core.requirements import missing_packages
 from glowplug.core.slots import BY_NAME, SLOTS, Slot
 from glowplug.core.weight_classes import Tally
 
@@ -26,7 +25,7 @@ SHAPES_STEPS = frozenset({"", "speculative", "graphs", "parallel"})  #: which mo
 class Draft:
     """Attributes:
         values: decided values that checks read: device, dtype, kv_dtype, width, lookahead, draft_layers, draft_folder,
-            mesh, ranks, hosts, overlap, growing_segments.
+            mesh, ranks, hosts, overlap, growing_segments, page_size.
         chosen: what each slot holds so far; every slot is a key.
         elements: numbers in the checkpoint by kind (``weight_classes.tally``).
         draft_elements: the same of the draft's own folder.
@@ -82,20 +81,6 @@ class Draft:
 
     def context(self, options: Options) -> CheckContext:
         return CheckContext(options, self.config, self.facts, self.chosen, self.values)
-
-    def suggestions(self, slot: str, fits: Any) -> list[str]:
-        """Names of the slot's components whose offers satisfy ``fits``, of those that this model, this machine and what
-        is installed on it allow."""
-        return [found.component.name for found in self.plugins.components(slot)
-                if fits(found.component.offers) and self._allows(found.component)]
-
-    def _allows(self, component: Component) -> bool:
-        offers, device, kind = component.offers, self.values["device"], self.facts.model.kind
-        if device not in offers.devices or kind not in getattr(offers, "kinds", {kind}):
-            return False
-        if device == "cuda" and not offers.runs_on({card.compute for card in self.facts.hardware.devices}):
-            return False
-        return not missing_packages(component, self.facts.software.packages)
 
 
 def chosen_of(component: Component, options: Options) -> Chosen:

@@ -74,13 +74,17 @@ class DeviceFacts:
 
 @dataclass(frozen=True)
 class HardwareFacts:
-    """Machines the plan is for: ``hosts`` equal hosts of ``devices`` each; empty ``devices`` means CPU only."""
+    """Machines the plan is for: ``hosts`` equal hosts of ``devices`` each; empty ``devices`` means CPU only.
+
+    ``packages``: versions of all that is installed there by normalised name, as a sheet states them; None: it does not.
+    """
 
     hosts: int = 1
     devices: tuple[DeviceFacts, ...] = ()
     cpu_cores: int = 1
     cpu_memory: int = 0
     name: str = "this machine"
+    packages: dict[str, str] | None = None
 
     @property
     def device(self) -> str:

@@ -24,6 +24,7 @@ from glowplug.core.memory.graph_bytes import driver_bytes, kept_bytes, pool_byte
 from glowplug.core.memory.layout import DTYPE_BYTES, KVLayout
 from glowplug.core.memory.measure import Gauge, MemoryMeter, gauge_of
 from glowplug.core.memory.pool import KVPool
+from glowplug.core.memory.step_bytes import RESERVED
 from glowplug.core.parallel_stack import ParallelStack
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Collectives, GraphRunner, Limits, Model, Worker
@@ -69,8 +70,10 @@ class RankMemory:
         layout = runner.attention.kv_layout()
         with self.naming("kernels"):
             small = KVPool(layout, FEW_PAGES, self._device)
-            self._reserve(small, runner.attention, runner.speculative)
+            self._reserve(small, runner.speculative)
             self.meter.mark(RUNTIME)
+            self._reserve(small, runner.attention)
+            self.meter.mark(RESERVED if any(line.name == RESERVED for line in self.plan.budget) else RUNTIME)
             self._reserve(small, runner.sampler)
             self.meter.mark("sampling state")
             left = self._measure(runner, parallel)
@@ -109,9 +112,8 @@ class RankMemory:
 
     def _reserve(self, pool: KVPool, *parts: Any) -> None:
         sizes, model = self.plan.sizes, self.plan.facts.model
-        limits = Limits(rows=sizes.max_running + 1, context=sizes.positions, page_size=sizes.page_size,
-                        num_pages=pool.num_pages, width=sizes.width, vocab=model.vocab_size, kv=pool.layers,
-                        hidden=model.hidden_size)
+        limits = Limits(rows=sizes.max_running + 1, context=sizes.positions, num_pages=pool.num_pages,
+                        width=sizes.width, vocab=model.vocab_size, kv=pool.layers, hidden=model.hidden_size)
         for part in parts:
             part.reserve(limits)
 
@@ -163,13 +165,14 @@ class RankMemory:
         shapes, counts = runner.graphs.shapes(self.plan), self.plan.sizes.pass_tokens
         if not shapes:
             return 0
-        most = max(rows for _, rows, _ in shapes)
-        pool = pool_bytes(self._peak(runner, "graphs", partial(most_captured, runner, self.plan, most)),
+        batch_sizes = [rows for _, rows, _ in shapes]
+        pool = pool_bytes(self._peak(runner, "graphs", partial(most_captured, runner, self.plan, batch_sizes)),
                           self._claims(runner, partial(most_passed, runner, self.plan)), self.plan.growing_segments)
         model, sizes = self.plan.facts.model, self.plan.sizes
-        beside = driver_bytes(len(shapes), model.num_layers, len(counts), sizes.lookahead) + kept_bytes(
-            model, [rows for _, rows, _ in shapes], counts, -(-sizes.positions // sizes.page_size),
-            DTYPE_BYTES[self.plan.dtype], self.plan.growing_segments)
+        beside = driver_bytes(
+            len(shapes), model.num_layers, len(counts), sizes.lookahead, len(sizes.extend_tokens)) + kept_bytes(
+            model, batch_sizes, counts, -(-sizes.positions // sizes.page_size),
+            DTYPE_BYTES[self.plan.dtype], self.plan.growing_segments, sizes.extend_tokens)
         self.meter.lines["graphs"] = pool + beside
         return pool + beside
 
@@ -239,7 +242,7 @@ class RankMemory:
         """For the log: what graphs really took."""
         took = self.meter.again.get("graphs", self.meter.lines.get("graphs", 0))
         if not took:
-            return "no memory for graphs"
+            return "graphs take no memory"
         return f"graphs take {human(took)}, {human(self._of_graphs)} of it the driver's"
 
     def summary(self) -> str:

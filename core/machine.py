@@ -8,7 +8,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import msgspec
 
 from glowplug.core.errors import FactsError
 from glowplug.core.facts import DeviceFacts, HardwareFacts, SoftwareFacts
+from glowplug.core.requirements import normalised
 
 SHEETS = Path(__file__).absolute().parent / "sheets"
 FORMER_KEYS = {"interconnect"}  #: of sheets: they may say it, and nothing depends on it
@@ -141,7 +142,20 @@ def read_sheet(name: str) -> HardwareFacts:
         raise FactsError(f"facts sheet {path} is not valid: {error}", example) from None
     if unknown:
         raise FactsError(f"facts sheet {path}: unknown key {unknown[0]!r}", example)
-    return sheet
+    try:
+        return sheet if sheet.packages is None else replace(sheet, packages=normalised(sheet.packages))
+    except ValueError as error:
+        raise FactsError(f"facts sheet {path}: {error}", '"packages": {"NAME": "VERSION"}, as `glowplug facts` writes '
+                         'them ("" for one that is not installed)') from None
+
+
+def own_sheet(packages: Iterable[str]) -> HardwareFacts:
+    """The sheet of this machine, with those of ``packages`` that are installed."""
+    machine = this_machine()
+    held = sorted({card.name for card in machine.devices})
+    name = f"{len(machine.devices)} x {', '.join(held)}" if held else (
+        f"CPU, {machine.cpu_cores} cores, {machine.cpu_memory >> 30} GiB")
+    return replace(machine, name=name, packages=software(packages).packages)
 
 
 def _unknown_keys(sheet: dict[str, Any]) -> list[str]:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from functools import cached_property
+from typing import Any
 
-from glowplug.core.memory.work import AttentionStep, ExpertsStep, Work
+from glowplug.core.memory.work import AttentionStep, DecodingRows, ExpertsStep, Work
 
 
 class Mode(StrEnum):
@@ -19,8 +20,8 @@ class Mode(StrEnum):
     PREFILL = "prefill"  #: chunks of prompts, possibly mixed with decoding rows
     DECODE = "decode"  #: one token a row
     VERIFY = "verify"  #: the speculative width of tokens a row
-    DRAFT_DECODE = "draft_decode"
-    DRAFT_EXTEND = "draft_extend"
+    DRAFT_DECODE = "draft_decode"  #: a draft's passes of one token a row
+    DRAFT_EXTEND = "draft_extend"  #: a draft's pass over the tokens of a step, which it may attend to later
     IDLE = "idle"  #: no token of its own; takes part in collectives only
 
 
@@ -88,6 +89,7 @@ class AttentionOffers(Offers):
         first_key: honours ``Batch.first_key`` (a draft's cache has no entry for the first position).
         work: bytes that a prefill step holds on a device beside its queries and new cache entries, the output among
             them; None: nobody has counted, and the byte budget guesses.
+        reserves: bytes that its ``reserve`` takes on a device beside the cache; None: none.
     """
 
     kinds: frozenset[str] = frozenset()
@@ -97,6 +99,7 @@ class AttentionOffers(Offers):
     max_width: int = 0
     first_key: bool = False
     work: Callable[[AttentionStep], int] | None = None
+    reserves: Callable[[DecodingRows], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,7 @@ class QuantizationOffers(Offers):
         cast_bytes: of a number of activations as its products read them on a device; 0: in the compute dtype.
         rides: on a device the shared expert may be computed as further routed ones.
         experts_work: what routed experts hold on a device; None: rows of the compute dtype.
+        turns: (the scheme's options) -> numbers of tokens up to which experts hold more than those of larger steps may.
     """
 
     reads: frozenset[str] = frozenset()
@@ -122,6 +126,7 @@ class QuantizationOffers(Offers):
     cast_bytes: float = 0.0
     rides: bool = False
     experts_work: Callable[[ExpertsStep], Work] | None = None
+    turns: Callable[[Any], tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True)

@@ -147,8 +147,9 @@ class MemoryOptions(Section):
     reserve_bytes: int = Field(0, ge=0, description="bytes to leave untouched beyond the budget")
     growing_segments: Literal["auto", True, False] = Field(
         "auto", description="CUDA: torch's allocator grows its segments (expandable_segments), so that steps and "
-                            "graphs take less and the KV cache more; auto: off, as not every combination was run "
-                            "with it; PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF, where set, stands instead")
+                            "graphs take less and the KV cache more; auto: on for one rank, off for several, which "
+                            "were not run with it; PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF, where set, stands "
+                            "instead")
 
 
 class ServerOptions(Section):

@@ -68,6 +68,8 @@ class Sizes:
     least_pages: int = 0  #: with fewer pages, once memory has been measured, nothing is served; 0: ``num_pages``
     most_pages: int = 0  #: what the pool grows to where memory is measured to be left; 0: ``num_pages``
     pass_tokens: tuple[int, ...] = ()  #: token counts, ascending, whose passes over prompts are captured in pieces
+    extend_tokens: tuple[int, ...] = ()  #: the same of a draft's pass over a step's tokens, captured whole
+    turns: tuple[int, ...] = ()  #: token counts of steps that may hold more than larger ones
 
     @property
     def positions(self) -> int:

@@ -12,14 +12,15 @@ from typing import Any
 from glowplug.core.checking import run_checks
 from glowplug.core.checks import component_checks, stacking
 from glowplug.core.checks_ranks import out_of_order
-from glowplug.core.choose import choose, own_check
+from glowplug.core.choose import choose, unfit
 from glowplug.core.config import SECRETS, Parsed, parse, recorded
 from glowplug.core.draft import Draft
 from glowplug.core.errors import ConfigError, FactsError, PlanRefused, Refusal, WeightError
-from glowplug.core.facts import Facts, HardwareFacts
+from glowplug.core.facts import Facts, HardwareFacts, SoftwareFacts
 from glowplug.core.machine import this_machine
 from glowplug.core.mesh import divides
-from glowplug.core.options import SpeculativeOptions
+from glowplug.core.offers import QuantizationOffers
+from glowplug.core.options import QuantizationOptions, SpeculativeOptions
 from glowplug.core.plan import BudgetLine, Choice, Decision, EnginePlan, Sizes
 from glowplug.core.plugins import ModelReading, PluginSet, load_plugins
 from glowplug.core.sizing import size
@@ -49,12 +50,7 @@ def plan(config: Mapping[str, Any], *, source: str = "the configuration", lines:
     places = {path: f"{source}:{line}" for path, line in (lines or {}).items()} | dict(origins or {})
     refusals = list(prior)
     reading = _read_model(config.get("model", (contributed or {}).get("model")), plugins, refusals)
-    software = plugins.software
-    if hardware is not None and "+cpu" in software.packages.get("torch", ""):
-        # NOTE: the other machine has a build of its own; which CUDA it has is not known here.
-        torch = software.packages["torch"].partition("+")[0]
-        software = replace(software, packages={**software.packages, "torch": torch})
-    facts = Facts(reading.facts, hardware or this_machine(), software) if reading is not None else None
+    facts = _facts(reading, hardware, plugins.software)
     defaults = _contributions(plugins, facts, contributed or {})
     parsed = parse(config, plugins, plugins.config_model, defaults, places)
     if facts is None or reading is None:
@@ -79,6 +75,22 @@ def plan(config: Mapping[str, Any], *, source: str = "the configuration", lines:
 
 
 # ---- facts ----------------------------------------------------------------------------------------------------------
+
+
+def _facts(reading: ModelReading | None, hardware: HardwareFacts | None, software: SoftwareFacts) -> Facts | None:
+    """Of the model on ``hardware``, where packages are those that a sheet states, or those of this environment.
+
+    NOTE: another machine has a build of torch of its own; which CUDA it has is not known here.
+    """
+    if reading is None:
+        return None
+    packages = dict(software.packages)
+    if hardware is not None and "torch" in packages:
+        packages["torch"] = packages["torch"].partition("+cpu")[0]
+    if hardware is not None and hardware.packages is not None:
+        torch = {name: version for name, version in packages.items() if name == "torch"}
+        packages = {**torch, **hardware.packages}  # it is everywhere this engine is
+    return Facts(reading.facts, hardware or this_machine(), replace(software, packages=packages))
 
 
 def _read_model(name: object, plugins: PluginSet, refusals: list[Refusal]) -> ModelReading | None:
@@ -124,6 +136,9 @@ def _contributions(plugins: PluginSet, facts: Facts | None, own: Mapping[str, An
 def _remarks(draft: Draft) -> list[Decision]:
     config, model = draft.config, draft.facts.model
     remarks = [Decision("facts", note, "facts", "the checkpoint") for note in model.notes]
+    if draft.facts.hardware.packages is not None:
+        held = ", ".join(f"{name} {version}" for name, version in sorted(draft.facts.software.packages.items()))
+        remarks.append(Decision("facts", "packages as the sheet states them", "facts", held or "none"))
     if config.trust_remote_code:
         remarks.append(Decision("trust_remote_code", "no effect", "operator",
                                 "accepted; code from a model folder is never run"))
@@ -159,7 +174,7 @@ def _check(draft: Draft) -> None:
                 found += component_checks(draft, slot, registration.component, chosen)
             if slot.name == "parallel" and out_of_order(draft):
                 continue  # what it says of ranks that are not there yet would only confuse
-            found += own_check(draft, slot, registration.component, chosen)
+            found += unfit(draft, slot, registration.component, chosen)
     for name, refusals in draft.plugins.call_each("check_plan", context=draft.context(draft.config.attention)):
         found += [Refusal(r.by or name, r.field, r.reason, r.fix, r.origin) for r in refusals or ()]
     draft.refusals += found
@@ -210,7 +225,18 @@ def _record_options(draft: Draft) -> None:
             continue
         shown = "***" if path in SECRETS and value is not None else value
         by, why = draft.source(path) or ("operator", "")
-        draft.decide(path, list(shown) if isinstance(shown, tuple) else shown, by, why)
+        draft.decide(path, list(shown) if isinstance(shown, tuple) else shown, by, why + _idle(draft, path))
+
+
+def _idle(draft: Draft, path: str) -> str:
+    """What to add for a library that was named for products which do not run where weights are dequantised."""
+    section, _, key = path.partition(".")
+    scheme = draft.first("quantization") if section == "quantization" else None
+    if scheme is None or key not in scheme.options.provider_fields() or getattr(scheme.options, key) == "auto":
+        return ""
+    assert isinstance(scheme.options, QuantizationOptions) and isinstance(scheme.offers, QuantizationOffers)
+    idle = scheme.options.dequantizes(draft.values["device"], scheme.offers)
+    return "; no effect: weights are dequantised while they load" if idle else ""
 
 
 _LISTS = frozenset(slot.section for slot in SLOTS if slot.many)

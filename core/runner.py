@@ -28,7 +28,7 @@ from glowplug.core.protocols import (
     SpeculativeAlgorithm,
 )
 from glowplug.core.rows import SequenceTable
-from glowplug.core.segments import DIRECT, Cuts
+from glowplug.core.segments import DIRECT, Cuts, Extension
 
 Forward = Callable[[torch.Tensor, torch.Tensor, Batch], torch.Tensor]
 
@@ -86,9 +86,11 @@ class Runner:
 
     def __init__(self, *, model: Model, attention: AttentionBackend, speculative: SpeculativeAlgorithm,
                  sampler: Sampler, graphs: GraphRunner, table: SequenceTable, device: str,
-                 cuts: Cuts | None = None, sampled_last_layer: bool = False) -> None:
+                 cuts: Cuts | None = None, extension: Extension | None = None,
+                 sampled_last_layer: bool = False) -> None:
         self.model, self.attention, self.speculative = model, attention, speculative
         self.sampler, self.graphs, self.table, self.cuts = sampler, graphs, table, cuts or Cuts()
+        self.extension = extension or Extension()
         self.device = torch.device(device)
         self._copier = None if self.device.type == "cpu" else HostCopier()
         self._parted: SampledLastLayer | None = None
@@ -126,21 +128,24 @@ class Runner:
         return (accept() if key is None else run(f"accept {key}", accept)), hidden
 
     def logits(self, batch: Batch) -> torch.Tensor:
-        """float32 [rows, V] of a step that draws nothing, for measuring accuracy; where drafts run, of prompts only."""
+        """float32 [rows, V] of a step that draws nothing, for measuring accuracy; where drafts run, of prompts only.
+
+        Where all rows decode, their tokens are ``prompt_ids`` if there are any, and not what was drawn before.
+        """
         with torch.inference_mode():
             self._complete(batch)
             if self._speculates:
                 self._feed(batch)
             self.attention.plan_step(batch, None)
-            return self._forward(batch)[1].float()
+            return self._forward(batch, feeds=not (batch.num_decodes and batch.prompt_ids.size))[1].float()
 
     def _feed(self, batch: Batch) -> None:
         drafted = self.speculative.draft(batch).flatten()
         prompts = batch.num_decodes < batch.num_rows
         batch.input_ids = torch.cat([drafted, batch.input_ids]) if prompts else drafted
 
-    def _forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self._speculates:
+    def _forward(self, batch: Batch, feeds: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+        if feeds and not self._speculates:
             self._feed(batch)
         replayed = self.graphs.pass_for(batch) if batch.segments is DIRECT else None
         if self._parted is not None and (replayed is not None or batch.ends is not None):

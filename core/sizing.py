@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from glowplug.core.draft import Draft
 from glowplug.core.errors import Refusal
 from glowplug.core.facts import ModelFacts
-from glowplug.core.memory.graph_bytes import pass_tokens
+from glowplug.core.memory.graph_bytes import extend_tokens, pass_tokens
 from glowplug.core.memory.layout import DTYPE_BYTES
-from glowplug.core.memory.step_bytes import workspace_lines
+from glowplug.core.memory.step_bytes import RESERVED, workspace_lines
 from glowplug.core.mesh import axis_size
-from glowplug.core.offers import AttentionOffers, QuantizationOffers, SpeculativeOffers
+from glowplug.core.offers import AttentionOffers, CollectiveOffers, QuantizationOffers, SpeculativeOffers
 from glowplug.core.options import QuantizationOptions
 from glowplug.core.plan import BudgetLine, Sizes
 from glowplug.core.rank_bytes import Storage, weights_by_rank
@@ -48,6 +48,7 @@ def size(draft: Draft) -> tuple[Sizes, tuple[BudgetLine, ...]] | None:
     device = draft.values["device"]
     rows, chunk, page = (_rows(draft, device), _chunk(draft, device), _page(draft, device))
     step_tokens = chunk + rows * draft.values["width"]
+    draft.values["page_size"] = page
     draft.values["growing_segments"] = _grows(draft, device)
     fixed = [*_weights(draft), *workspace_lines(draft, rows, step_tokens, device)]
     room = _room(draft, device, fixed)
@@ -66,9 +67,19 @@ def size(draft: Draft) -> tuple[Sizes, tuple[BudgetLine, ...]] | None:
                   max_step_tokens=step_tokens, chunk_size=chunk, page_size=page, num_pages=pages,
                   kv_bytes=cache[0].bytes, width=draft.values["width"], draft_layers=draft.values["draft_layers"],
                   lookahead=draft.values["lookahead"], pass_tokens=pass_tokens(draft, step_tokens),
+                  extend_tokens=extend_tokens(draft, step_tokens), turns=_turns(draft),
                   **_page_bounds(draft, pages, rows, page, context))
     _remark_draft(draft)
     return sizes, (*fixed, *cache)
+
+
+def _turns(draft: Draft) -> tuple[int, ...]:
+    """Of the tokens that one group of ranks has in a step; its experts see every group's."""
+    scheme = draft.first("quantization")
+    if draft.values["device"] != "cuda" or scheme is None or not isinstance(scheme.offers, QuantizationOffers):
+        return ()
+    found = scheme.offers.turns(scheme.options) if scheme.offers.turns else ()
+    return tuple(turn // draft.values["mesh"].get("dp", 1) for turn in found)
 
 
 def _page_bounds(draft: Draft, pages: int, rows: int, page: int, context: int) -> dict[str, int]:
@@ -112,18 +123,31 @@ def _given_or(draft: Draft, path: str, given: int | None, otherwise: int, why: s
 
 
 def _grows(draft: Draft, device: str) -> bool:
-    """Will torch's allocator grow its segments? Told where anybody asked."""
+    """Will torch's allocator grow its segments? Told on a device that has any, elsewhere where somebody asked."""
     path = "memory.growing_segments"
     asked, source = draft.config.memory.growing_segments, draft.source(path)
-    if source is None or asked is False:
-        return asked is True
     if device != "cuda":
-        draft.decide(path, False, "size", f"no effect on {device}: segments are those of a CUDA device")
-    elif asked == "auto":
-        draft.decide(path, False, "size", "auto: answers and speed are the same with it, not every combination was run")
-    else:
-        draft.decide(path, True, *source)
-    return device == "cuda" and asked is True
+        if source is not None and asked is not False:
+            draft.decide(path, False, "size", f"no effect on {device}: segments are those of a CUDA device")
+        return False
+    if asked != "auto":
+        draft.decide(path, asked, *(source or ("default", "")))
+        return asked
+    against = _against_growing(draft)
+    draft.decide(path, not against, "size", f"auto: {against or 'steps and graphs take less, the KV cache more'}")
+    return not against
+
+
+def _against_growing(draft: Draft) -> str:
+    """Why "auto" leaves segments as they come; "" where they grow."""
+    if draft.values["ranks"] > 1:
+        return f"not run on several cards, and these are {draft.values['ranks']} ranks"
+    collectives = draft.first("collectives")
+    if collectives is None:
+        return ""
+    assert isinstance(collectives.offers, CollectiveOffers)
+    return "" if collectives.offers.growing_segments else (
+        f"{collectives.name} shares torch's memory by handles that growing segments do not have")
 
 
 # ---- bytes ----------------------------------------------------------------------------------------------------------
@@ -186,11 +210,15 @@ def _smaller(draft: Draft, lines: dict[str, int], room: Room, needed: int) -> tu
     if draft.config.memory.fraction is not None and share < 1 - CUDA_RESERVE:
         left_out = f", or leave it out ({default:.0%})" if share < default else ""
         return "memory.fraction", f"memory.fraction = {math.ceil(100 * share + 1) / 100:g} or more{left_out}"
+    reserved = lines.get(RESERVED, 0)
+    if reserved > lines.get("graphs", 0) and needed - reserved < room.total:
+        return "attention.use", ('attention.use = "auto"; or its page tables smaller: a shorter context_length, fewer '
+                                 "scheduler.max_running_requests")
     if needed - lines.get("graphs", 0) < room.total:
         return "graphs.batch_sizes", ('graphs.use = "eager"; or less to capture: a shorter list, graphs.max_batch '
                                       "smaller, graphs.prefill = false")
     steps = {"activations": "scheduler.chunk_size", "logits": "scheduler.max_running_requests"}
-    if needed - sum(lines.get(name, 0) for name in (*steps, "sampling state", "graphs")) < room.total:
+    if needed - sum(lines.get(name, 0) for name in (*steps, "sampling state", "graphs", RESERVED)) < room.total:
         first, second = sorted(steps, key=lambda name: -lines.get(name, 0))
         return steps[first], f"{steps[first]} smaller, and {steps[second]}"
     fix = "more memory a rank: a larger machine, more ranks, or a quantized checkpoint"

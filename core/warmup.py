@@ -6,6 +6,7 @@ which only the first group has work.
 """
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ def warm_up(runner: Runner, plan: EnginePlan, router: RequestRouter | None = Non
 
 def most_tokens(runner: Runner, plan: EnginePlan) -> None:
     """Steps of as many tokens as there can be: long prompts, all of one after another's cached prefix, or all fresh,
-    beside short ones."""
+    beside short ones; and of as many as may hold more than these."""
     sizes = plan.sizes
     longest = min(sizes.chunk_size, sizes.context_length - sizes.width)
     lengths = np.full(sizes.max_running, min(sizes.width, longest), np.int32)
@@ -56,6 +57,9 @@ def most_tokens(runner: Runner, plan: EnginePlan) -> None:
             left -= int(lengths[row])
     for cached in (0, min(CACHED_CHUNKS * longest, sizes.context_length - sizes.width - longest)):
         _run_chunks(runner, plan, lengths, cached)
+    for tokens in sizes.turns:
+        if tokens < sizes.max_step_tokens:
+            _run_prompts(runner, plan, tokens)
 
 
 def _run_chunks(runner: Runner, plan: EnginePlan, lengths: NDArray[np.int32], cached: int) -> None:
@@ -69,21 +73,35 @@ def _run_chunks(runner: Runner, plan: EnginePlan, lengths: NDArray[np.int32], ca
     _run(runner, batch, batch)
 
 
-def most_captured(runner: Runner, plan: EnginePlan, rows: int) -> None:
-    """So many rows decode at the end of the longest sequence, and draw their tokens in each way by itself, as graphs
-    hold them."""
-    for way in WAYS:
-        _run_joined(runner, _decoding(plan, rows, plan.sizes.context_length),
-                    SamplingParams(max_tokens=1, seed=0, **way))
+def most_captured(runner: Runner, plan: EnginePlan, batch_sizes: Iterable[int]) -> None:
+    """As many rows as graphs have at most, and have that may hold more than these, decode at the end of the longest
+    sequence, and draw their tokens in each way by itself, as graphs hold them."""
+    width = plan.sizes.width
+    for rows in _most(batch_sizes, [turn // width for turn in plan.sizes.turns]):
+        for way in WAYS:
+            _run_joined(runner, _decoding(plan, rows, plan.sizes.context_length),
+                        SamplingParams(max_tokens=1, seed=0, **way))
 
 
 def most_passed(runner: Runner, plan: EnginePlan) -> None:
-    """A step of as many tokens as a captured pass has at most."""
-    if plan.sizes.pass_tokens:
-        longest = min(plan.sizes.chunk_size, plan.sizes.context_length - plan.sizes.width)
-        whole, rest = divmod(plan.sizes.pass_tokens[-1], longest)
-        lengths = np.array([longest] * whole + [rest] * (rest > 0), np.int32)[: plan.sizes.max_running]
-        _run_chunks(runner, plan, lengths, 0)
+    """Steps of as many tokens as captured passes have at most, and have that may hold more than these."""
+    for tokens in _most(plan.sizes.pass_tokens, plan.sizes.turns):
+        _run_prompts(runner, plan, tokens)
+
+
+def _most(counts: Iterable[int], turns: Iterable[int]) -> list[int]:
+    """The largest of ``counts``, and of those up to each turn; falling."""
+    among = set(counts)
+    within = ([count for count in among if count <= turn] for turn in turns)
+    return sorted({max(some) for some in (among, *within) if some}, reverse=True)
+
+
+def _run_prompts(runner: Runner, plan: EnginePlan, tokens: int) -> None:
+    """A step of so many tokens of fresh prompts, as long ones as there can be."""
+    longest = min(plan.sizes.chunk_size, plan.sizes.context_length - plan.sizes.width)
+    whole, rest = divmod(tokens, longest)
+    lengths = np.array([longest] * whole + [rest] * (rest > 0), np.int32)[: plan.sizes.max_running]
+    _run_chunks(runner, plan, lengths, 0)
 
 
 def most_logits(runner: Runner, plan: EnginePlan) -> None:

@@ -114,7 +114,7 @@ class RankBuilder:
         return Runner(model=model, attention=context.attention, speculative=speculative,
                       sampler=self.component("sampling"), graphs=self.component("graphs"),
                       table=SequenceTable(sizes.max_running, sizes.positions, sizes.page_size),
-                      device=self.worker.device, cuts=context.cuts,
+                      device=self.worker.device, cuts=context.cuts, extension=context.extension,
                       sampled_last_layer=self.plan.sampled_last_layer)
 
     def _behind(self, context: BuildContext) -> BuildContext:

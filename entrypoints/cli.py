@@ -26,6 +26,7 @@ COMMANDS: dict[str, Command] = {
     "serve": Command("glowplug.entrypoints.commands.serve", "serve a model over HTTP (OpenAI API)"),
     "demo": Command("glowplug.entrypoints.demo", "plan, then a streamed answer of the embedded model"),
     "check": Command("glowplug.entrypoints.commands.check", "plan only: print the table, or every reason against it"),
+    "facts": Command("glowplug.entrypoints.commands.facts", "this machine's fact sheet, to plan for it elsewhere"),
     "plugins": Command("glowplug.entrypoints.commands.plugins", "list plugins and what they register"),
     "schema": Command("glowplug.entrypoints.commands.schema", "JSON Schema of the configuration, for editors"),
     "bench": Command("glowplug.entrypoints.bench", "benchmarks: one-batch, serving, ..."),

@@ -51,8 +51,9 @@ class Parser(argparse.ArgumentParser):
         name = word.partition("=")[0]
         if not name.startswith("-"):
             return f"unexpected argument {word!r}"
-        close = difflib.get_close_matches(name, list(self._option_string_actions), 1, 0.6)
-        return f"unknown flag {name}" + (f", did you mean {close[0]}?" if close else "")
+        known = [flag[2:] for flag in self._option_string_actions if flag.startswith("--")]
+        close = difflib.get_close_matches(name.lstrip("-"), known, 1, 0.6)
+        return f"unknown flag {name}" + (f", did you mean --{close[0]}?" if close else "")
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
@@ -203,8 +204,7 @@ def command_line_layer(given: Sequence[tuple[Flag, str, Any]],
         value = flag.values.get(value, value) if isinstance(value, str) else value
         if flag.path.endswith("api_key"):
             shown = spelling
-        for path, setting in {**flag.also, flag.path: value}.items():
-            _assign(layer, path, setting, shown)
+        _assign(layer, {**flag.also, flag.path: value}, shown)
     for override in overrides:
         _override(layer, override)
     return layer, notes
@@ -222,17 +222,30 @@ def _shown(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _assign(layer: Layer, path: str, value: Any, shown: str) -> None:
-    """Set one field; a second, different value is a refusal naming both."""
-    if path in ("parallel[tensor].size", "parallel[dp_attention].size", "parallel[ep_moe].size") and value == 1:
-        return  # NOTE: one rank is what no parallel section means, and published commands write --tp 1
-    path = _resolve_item(layer, path, shown)
-    before = layer.origins.get(path)
-    if before is not None and _get(layer.data, path) != value:
-        layer.refusals.append(_contradiction(path, before, shown))
-        return
-    set_path(layer.data, path, value)
-    layer.origins[path] = shown
+#: NOTE: one rank is what no parallel section means, and published commands write --tp 1
+_ONE_RANK = frozenset({"parallel[tensor].size", "parallel[dp_attention].size", "parallel[ep_moe].size"})
+
+
+def _assign(layer: Layer, fields: Mapping[str, Any], shown: str) -> None:
+    """Set what a flag does, or nothing where one of these fields has another value: a refusal naming both flags."""
+    resolved = {_resolve_item(layer, path, shown): value for path, value in fields.items()
+                if path not in _ONE_RANK or value != 1}
+    for path, value in resolved.items():
+        before = layer.origins.get(path)
+        if before is not None and not _same(path, _get(layer.data, path), value):
+            layer.refusals.append(_contradiction(path, before, shown))
+            return
+    for path, value in resolved.items():
+        if path in layer.origins and _get(layer.data, path) == f"{value}_mla":
+            continue
+        set_path(layer.data, path, value)
+        layer.origins[path] = shown
+
+
+def _same(path: str, held: Any, value: Any) -> bool:
+    """Do two values mean one? Those of attention do where one is another engine's word for a library and the other this
+    engine's name of its latent attention, which flags of such models say."""
+    return bool(held == value or path == "attention.use" and (held == f"{value}_mla" or value == f"{held}_mla"))
 
 
 def _resolve_item(layer: Layer, path: str, shown: str) -> str:

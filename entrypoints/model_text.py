@@ -4,7 +4,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from glowplug.core.errors import PlanRefused, Refusal
+from glowplug.core.errors import FactsError, PlanRefused, Refusal
+from glowplug.core.facts_read import locate_model
 from glowplug.core.plan import EnginePlan
 from glowplug.core.plugins import PluginSet
 
@@ -16,9 +17,12 @@ def open_tokenizer(plan: EnginePlan, plugins: PluginSet) -> Tokenizer | None:
     """The model's tokenizer, or None when the configuration says ``skip_tokenizer``. PlanRefused when there is none."""
     if plan.config.get("skip_tokenizer"):
         return None
-    path = Path(plan.config.get("tokenizer") or plan.facts.model.path)
+    named = plan.config.get("tokenizer")
     try:
+        path = Path(locate_model(str(named)) if named else plan.facts.model.path)
         found = plugins.hook.open_tokenizer(path=path, facts=plan.facts.model)
+    except FactsError as error:
+        raise PlanRefused([Refusal(by="tokenizer", field="tokenizer", reason=str(error), fix=error.fix)]) from None
     except ValueError as error:
         raise PlanRefused([Refusal(by="tokenizer", field="tokenizer", reason=str(error),
                                    fix="download the file again, or set tokenizer = FOLDER")]) from None

@@ -54,7 +54,7 @@ class Gate(Module):
     def __init__(self, context: BuildContext, name: str, sizes: MoeSizes) -> None:
         self.name, self.sizes = name, sizes
         device, stored = context.worker.device, context.facts.tensors.get(f"{name}.weight")
-        exact = torch.device(device).type != "cpu" and stored is not None and stored.dtype == "bfloat16"
+        exact = torch.device(device).type != "cpu" and (stored or context.facts).dtype == "bfloat16"
         # NOTE: products of bfloat16 numbers are exact in float32, so nothing is lost by leaving a gate as it is stored.
         self.weight = torch.empty(sizes.experts, sizes.hidden, dtype=torch.bfloat16 if exact else torch.float32,
                                   device=device)

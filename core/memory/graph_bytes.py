@@ -20,6 +20,7 @@ PER_SIZE = 5 * MIB // 8  #: what the graphs of one batch size take for sampling
 PER_LAYER = MIB // 20  #: what it takes for a layer in the graphs of one batch size: parameters of its kernels
 PER_PIECE = 7 * MIB // 64  #: the same of one token count, whose layers are graphs of their own
 PER_DRAFT = MIB // 3  #: a graph of one batch size beside the model's: a draft's pass, or where tokens go
+EXTENDED = 3 * 8  #: of each token that a draft's pass begins with, beside a hidden state: its id, position and slot
 STREAM = 32 * MIB  #: cuBLAS's workspace for the stream that captures
 GROWN = 12 * MIB  #: what segments that grow by 20 MiB have to spare
 SAMPLED = 1.03  #: logits with what a captured step makes of them
@@ -28,11 +29,13 @@ FEW = GRAIN // 2  #: the same of the largest decoding step
 INSIDE = ("model", "quantization", "ops")  #: slots whose components are inside a captured pass
 
 
-def driver_bytes(sizes: int, layers: int, counts: int = 0, drafts: int = 0) -> int:
+def driver_bytes(sizes: int, layers: int, counts: int = 0, drafts: int = 0, extends: int = 0) -> int:
     """What the driver takes for the graphs of so many batch sizes and token counts of a model, before which ``drafts``
-    passes run. Those have a graph each, and their places and the step's own one more."""
+    passes run. Those have a graph each, and their places and the step's own one more. ``extends``: token counts for
+    which a draft's pass over a step's tokens is a graph."""
     beside = drafts + 2 if drafts else 0
-    return FIXED + sizes * (PER_SIZE + beside * PER_DRAFT) + layers * (sizes * PER_LAYER + counts * PER_PIECE)
+    of_passes = (layers * counts + extends) * PER_PIECE
+    return FIXED + sizes * (PER_SIZE + beside * PER_DRAFT + layers * PER_LAYER) + of_passes
 
 
 def pool_bytes(decoding: int, passing: int, grows: bool = False) -> int:
@@ -55,11 +58,13 @@ def grown_pool_bytes(step: int, logits: int, passing: int) -> int:
 
 
 def kept_bytes(model: ModelFacts, sizes: Sequence[int], counts: Sequence[int], columns: int, element: int,
-               grows: bool = False) -> int:
+               grows: bool = False, extends: Sequence[int] = ()) -> int:
     """What stays beside the graphs' pool: a page table of ``columns`` for each batch size, what attention leaves behind
-    in the largest pass, in numbers of ``element`` bytes, and a workspace. ``grows``: the allocator's segments do."""
+    in the largest pass and what the largest of a draft's, of ``extends`` tokens, begins with, in numbers of ``element``
+    bytes, and a workspace. ``grows``: the allocator's segments do."""
     width = model.num_heads * stated(model, "v_head_dim", model.head_dim) * element
-    return STREAM + GROWN * grows + sum(sizes) * columns * 4 + max(counts, default=0) * width
+    begins = max(extends, default=0) * (model.hidden_size * element + EXTENDED)
+    return STREAM + GROWN * grows + sum(sizes) * columns * 4 + max(counts, default=0) * width + begins
 
 
 def pass_tokens(draft: Draft, step_tokens: int) -> tuple[int, ...]:
@@ -70,6 +75,14 @@ def pass_tokens(draft: Draft, step_tokens: int) -> tuple[int, ...]:
     inside = [chosen for slot in INSIDE for chosen in draft.chosen.get(slot, ())]
     capturable = all(Mode.PREFILL in chosen.offers.captures_in for chosen in inside)
     return runner.options.token_counts(step_tokens) if capturable else ()
+
+
+def extend_tokens(draft: Draft, step_tokens: int) -> tuple[int, ...]:
+    """Token counts for which a draft's pass over a step's tokens is captured: those of the target's passes, where all
+    that takes part allows it. Attention only stores in it, as in the captured steps of decoding rows."""
+    taking = [chosen for slot in (*INSIDE, "speculative") for chosen in draft.chosen.get(slot, ())]
+    capturable = draft.values["lookahead"] and all(Mode.DRAFT_EXTEND in one.offers.captures_in for one in taking)
+    return pass_tokens(draft, step_tokens) if capturable else ()
 
 
 def graph_line(draft: Draft, rows: int, step_tokens: int, step_bytes: Callable[[int], int]) -> BudgetLine | None:
@@ -87,11 +100,11 @@ def graph_line(draft: Draft, rows: int, step_tokens: int, step_bytes: Callable[[
     if not sizes:
         return None
     _decide(draft, sizes, rows)
-    counts = pass_tokens(draft, step_tokens)
+    counts, extends = pass_tokens(draft, step_tokens), extend_tokens(draft, step_tokens)
     how = f"{len(sizes)} batch sizes up to {sizes[-1]}"
     if counts:
         _decide_counts(draft, counts, step_tokens)
-        how += f", {len(counts)} token counts up to {counts[-1]}"
+        how += f", {len(counts)} token counts up to {counts[-1]}" + ", of the draft too" * bool(extends)
     tokens = sizes[-1] * draft.values["width"]
     logits = int(tokens * draft.facts.model.vocab_size * 4 * SAMPLED)
     decoding, passing = step_bytes(tokens), step_bytes(counts[-1]) if counts else 0
@@ -102,8 +115,8 @@ def graph_line(draft: Draft, rows: int, step_tokens: int, step_bytes: Callable[[
         pool = pool_bytes(decoding + min(FEW, decoding) + logits, passing + min(GRAIN, passing))
     columns = (draft.config.context_length or draft.facts.model.max_positions) // PAGE + 1
     model, drafts = draft.facts.model, draft.values["lookahead"]
-    kept = kept_bytes(model, sizes, counts, columns, DTYPE_BYTES[draft.values["dtype"]], grows)
-    driver = driver_bytes(len(sizes), model.num_layers, len(counts), drafts)
+    kept = kept_bytes(model, sizes, counts, columns, DTYPE_BYTES[draft.values["dtype"]], grows, extends)
+    driver = driver_bytes(len(sizes), model.num_layers, len(counts), drafts, len(extends))
     return BudgetLine("graphs", driver + kept + pool, f"{how}, one pool")
 
 

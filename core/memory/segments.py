@@ -36,8 +36,8 @@ def use_segments(grows: bool) -> list[str]:
         return []
     setter = getattr(torch._C, SETTER, None)
     if setter is None:
-        raise GlowplugError(f"torch {torch.__version__} has no torch._C.{SETTER}. Fix: leave "
-                            f"memory.growing_segments out, or set {VARIABLES[1]}=expandable_segments:True")
+        raise GlowplugError(f"torch {torch.__version__} has no torch._C.{SETTER}. Fix: "
+                            f"memory.growing_segments = false, or set {VARIABLES[1]}=expandable_segments:True")
     setter(f"expandable_segments:{grows}")
     _Process.grows = grows
     return ["memory: the allocator grows its segments"] * grows

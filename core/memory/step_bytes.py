@@ -8,25 +8,29 @@ from glowplug.core.draft import Draft
 from glowplug.core.memory.graph_bytes import graph_line
 from glowplug.core.memory.layer_bytes import LayerBytes, StepTokens
 from glowplug.core.memory.layout import DTYPE_BYTES
+from glowplug.core.memory.work import DecodingRows
 from glowplug.core.mesh import axis_size
-from glowplug.core.offers import SamplerOffers
+from glowplug.core.offers import AttentionOffers, SamplerOffers
 from glowplug.core.parameters import stated
 from glowplug.core.plan import BudgetLine
 
 MIB = 1 << 20
 CUDA_RUNTIME = 736 * MIB  #: CUDA context, code of the kernels, libraries' workspaces
+RESERVED = "attention buffers"  #: name of the line of ``AttentionOffers.reserves``
 HOST_COPIES = 3.0  #: float32 logits on a CPU, and what sampling makes of them
 SCORED = 256  #: positions of a prompt whose logits are made at a time (``Runner._score``)
 SCORED_COPIES = 2  #: logits and their log-probabilities
 
 
 def workspace_lines(draft: Draft, rows: int, step_tokens: int, device: str) -> list[BudgetLine]:
-    """Activations of the largest step, logits of every row, rotary tables, and what the CUDA runtime takes."""
+    """Activations of the largest step, logits of every row, rotary tables, and what attention, sampling, the CUDA
+    runtime and graphs take."""
     model = draft.facts.model
     lines = [_activation_line(draft, rows, step_tokens), _logit_line(draft, rows, device)]
     if model.kind == "mla" or model.head_dim:
         lines.append(_rope_tables(draft))
     if device == "cuda":
+        lines += _attention_line(draft, rows)
         lines.append(BudgetLine("sampling state", int(rows * model.vocab_size * _sampler(draft).state_bytes),
                                 f"penalties and allowed tokens of {rows} rows"))
         lines.append(BudgetLine("cuda runtime", CUDA_RUNTIME, "context, kernels, libraries"))
@@ -35,6 +39,20 @@ def workspace_lines(draft: Draft, rows: int, step_tokens: int, device: str) -> l
     if draft.config.memory.reserve_bytes:
         lines.append(BudgetLine("reserve", draft.config.memory.reserve_bytes, "memory.reserve_bytes"))
     return lines
+
+
+def _attention_line(draft: Draft, rows: int) -> list[BudgetLine]:
+    """What attention reserves before the first step, for rows as long as they may be."""
+    attention, values, model = draft.first("attention"), draft.values, draft.facts.model
+    if attention is None or not isinstance(attention.offers, AttentionOffers) or attention.offers.reserves is None:
+        return []
+    context = draft.config.context_length or model.max_positions
+    positions = context + values["width"] + values["lookahead"]
+    heads = -(-model.num_heads // axis_size("attn_tp", values["mesh"]))
+    size = attention.offers.reserves(DecodingRows(rows + 1, positions, values["page_size"], values["width"], heads,
+                                                  values["draft_layers"] > 0))
+    return [BudgetLine(RESERVED, size, f"page tables and workspace of {attention.name}, {rows} rows of {context} "
+                                       "tokens")] if size else []
 
 
 def _sampler(draft: Draft) -> SamplerOffers:
@@ -78,7 +96,7 @@ def _logit_line(draft: Draft, rows: int, device: str) -> BudgetLine:
         held = max(count + (scratch(count) if scratch else 0), SCORED_COPIES * SCORED)
         copies = held / count
         size = max(held * vocabulary * 4 + count * model.hidden_size * DTYPE_BYTES[draft.values["dtype"]],
-                   _even_step(draft, count))
+                   _even_step(draft, max(count, SCORED + 1)))  # a prompt's first token is not scored
     return BudgetLine("logits", size, f"{count} rows of {vocabulary} tokens, float32, {copies:.3g} copies")
 
 

@@ -49,6 +49,31 @@ class AttentionStep:
 
 
 @dataclass(frozen=True)
+class DecodingRows:
+    """The most that decoding rows of a step may come to on a rank.
+
+    Attributes:
+        rows: those of the sequence table and one behind them, of at most ``positions`` positions each.
+        page_size: tokens a page.
+        width: tokens of a row.
+        heads: of this rank.
+        drafts: passes go before the step whose cache has no entry for the first position (``Batch.first_key``).
+    """
+
+    rows: int
+    positions: int
+    page_size: int
+    width: int
+    heads: int
+    drafts: bool
+
+    @property
+    def columns(self) -> int:
+        """Pages of a row."""
+        return -(-self.positions // self.page_size)
+
+
+@dataclass(frozen=True)
 class ExpertsStep:
     """Routed experts of one layer on a rank.
 

@@ -83,13 +83,18 @@ class AttentionBackend(Protocol):
         """What it keeps in the cache. Called before ``reserve``."""
         ...
 
-    def reserve(self, limits: Limits) -> None: ...
+    def reserve(self, limits: Limits) -> None:
+        """Take ``limits.kv`` as the cache, and once what it needs beside it: ``AttentionOffers.reserves`` bytes."""
+        ...
 
     def plan_step(self, batch: Batch, slot: object | None) -> None:
         """Host-side preparation for ``batch``; ``slot`` stands for the graph it will replay in, or None.
 
+        What is planned is enqueued before the next call, on the same stream: plans may write to one place in turn.
+
         With a slot, ``batch`` is the slot's own padded batch, whose device tensors are the same in capture and in every
-        replay; whatever a captured kernel reads beside them must lie in buffers that belong to the slot.
+        replay; whatever a captured kernel reads beside them must lie in buffers that stay, and hold what the slot's
+        last call put there until its replay.
         """
         ...
 

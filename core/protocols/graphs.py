@@ -8,7 +8,7 @@ from glowplug.core.batch import Accepted, Batch
 from glowplug.core.offers import Mode
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols.sampling import Sampler
-from glowplug.core.segments import Cuts
+from glowplug.core.segments import Cuts, Extension
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,11 +23,13 @@ class Steps(Protocol):
         forward: the target's pass over a step with prompts in it, which may also be captured by itself:
             ``Model.forward``, or ``SampledLastLayer.trunk``.
         cuts: where such a pass is cut into pieces.
+        extension: a draft's pass over the tokens of such a step; a runner that captures it becomes its taker.
     """
 
     sampler: Sampler
     device: Any
     cuts: Cuts
+    extension: Extension
 
     @property
     def forward(self) -> Callable[[Tensor, Tensor, Batch], Tensor]: ...
@@ -43,7 +45,8 @@ class GraphRunner(Protocol):
     over a padded number of tokens, replayed in pieces between its cuts."""
 
     def shapes(self, plan: EnginePlan) -> list[tuple[Mode, int, int]]:
-        """(mode, padded batch, width) to capture; passes alone are those of ``Sizes.pass_tokens``."""
+        """(mode, padded batch, width) to capture; passes alone are those of ``Sizes.pass_tokens`` and
+        ``Sizes.extend_tokens``."""
         ...
 
     def capture(self, steps: Steps, report: Callable[[int, int], None]) -> None:

@@ -36,7 +36,6 @@ class Limits:
 
     rows: int
     context: int
-    page_size: int
     num_pages: int
     width: int
     vocab: int

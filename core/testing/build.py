@@ -105,8 +105,8 @@ class Stepper:
         self.page = layout.page_size
         self.pages_a_row = -(-length // self.page)
         self.pool = KVPool(layout, rows * self.pages_a_row + 1, "cpu")
-        self.attention.reserve(Limits(rows=rows, context=length, page_size=self.page, num_pages=self.pool.num_pages,
-                                      width=1, vocab=context.facts.vocab_size, kv=self.pool.layers))
+        self.attention.reserve(Limits(rows=rows, context=length, num_pages=self.pool.num_pages, width=1,
+                                      vocab=context.facts.vocab_size, kv=self.pool.layers))
         self.lengths = [0] * rows
         self.step = 0
 

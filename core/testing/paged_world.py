@@ -63,8 +63,8 @@ class World:
 
     def limits(self, kv: tuple[Mapping[str, Tensor], ...] = ()) -> Limits:
         """``kv``: the layers' caches, if not the world's own."""
-        return Limits(rows=len(self.rows), context=4096, page_size=self.page_size, num_pages=self.num_pages,
-                      width=1, vocab=8, kv=kv or (self.pools,))
+        return Limits(rows=len(self.rows), context=4096, num_pages=self.num_pages, width=1, vocab=8,
+                      kv=kv or (self.pools,))
 
 
 def make_world(rows: list[Row], page_size: int, seed: int, spare_columns: int = 0) -> World:

@@ -41,7 +41,7 @@ class Driver:
 
     def __init__(self, sampler: Sampler, vocab: int, device: str) -> None:
         self.sampler, self.device = sampler, torch.device(device)
-        sampler.reserve(Limits(rows=ROWS, context=DRAWS + 100, page_size=16, num_pages=8, width=1, vocab=vocab))
+        sampler.reserve(Limits(rows=ROWS, context=DRAWS + 100, num_pages=8, width=1, vocab=vocab))
 
     def join(
         self, row: int, params: SamplingParams, prompt: Seq[int] = (1, 2), output: Seq[int] = (), stops: Seq[int] = ()

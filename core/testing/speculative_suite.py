@@ -82,7 +82,7 @@ class SpeculativeSuite:
 
     @pytest.fixture
     def algorithm(self) -> SpeculativeAlgorithm:
-        return self.make(Limits(rows=ROWS, context=99, page_size=4, num_pages=33, width=1, vocab=VOCAB, hidden=HIDDEN))
+        return self.make(Limits(rows=ROWS, context=99, num_pages=33, width=1, vocab=VOCAB, hidden=HIDDEN))
 
     def accept(self, algorithm: SpeculativeAlgorithm, batch: Batch, tokens: list[int]) -> Accepted:
         sampler = Greedy()

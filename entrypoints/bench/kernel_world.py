@@ -98,9 +98,8 @@ class KernelWorld:
         self.attention = plain.attention
         sizes = plan.sizes
         model = plan.facts.model
-        limits = Limits(rows=sizes.max_running + 1, context=sizes.positions, page_size=sizes.page_size,
-                        num_pages=sizes.num_pages, width=1, vocab=model.vocab_size, kv=self.pool.layers,
-                        hidden=model.hidden_size)
+        limits = Limits(rows=sizes.max_running + 1, context=sizes.positions, num_pages=sizes.num_pages,
+                        width=1, vocab=model.vocab_size, kv=self.pool.layers, hidden=model.hidden_size)
         for part in (self.attention, self.sampler):
             part.reserve(limits)
 

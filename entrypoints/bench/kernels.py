@@ -90,7 +90,8 @@ def variants(plan: EnginePlan, plugins: PluginSet) -> Iterator[Variant]:
         chosen = plan.choice(section)
         for component, _, _ in plugins.components(section):
             if component.name == chosen.name:
-                yield from _providers(section, component, chosen.options, slots)
+                if plan.device == "cuda":  # NOTE: elsewhere every provider is the same dequantised product
+                    yield from _providers(section, component, chosen.options, slots)
             elif section != "quantization" and _fits(component, plan):
                 yield Variant(component.name, {section: {"use": component.name}}, slots)
 

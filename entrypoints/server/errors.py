@@ -96,7 +96,10 @@ def from_validation(errors: list[Any]) -> RequestError:
     members = [_kind(member) for member in _members(first["loc"], errors)]
     if first["type"].endswith("_type") and len(members) > 1:
         message = f"Input should be {', '.join(members[:-1])} or {members[-1]}"
-    return RequestError(f"{param}: {message}" if param else message, param=param)
+    # NOTE: of numbers in lists only token ids have bounds.
+    an_id = isinstance(first["loc"][-1], int) and first["type"] in ("greater_than_equal", "less_than_equal")
+    return RequestError(f"{param}: {message}" if param else message, param=param,
+                        code="invalid_token_id" if an_id else None)
 
 
 def _in_a_members_field(loc: tuple[Any, ...]) -> bool:

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
 from glowplug.core.collecting import settle_memory
-from glowplug.core.errors import CollectiveError
+from glowplug.core.errors import CollectiveError, PlanRefused, WeightError
 from glowplug.core.messages import Failed, Outbound, Progress, encode
 from glowplug.core.plan import EnginePlan
 from glowplug.plugins.executors.blame import BEAT, ENDED
@@ -63,9 +63,11 @@ class RankLink:
         self.send([Progress(self.rank, self.phase, note=text)])
 
     def failed(self, error: BaseException) -> None:
+        """Called while ``error`` is handled. What the operator can mend, as its text says, comes without a stack."""
         consequence = isinstance(error, CollectiveError)
         reason = f"{type(error).__name__}: {error}"
-        self.send([Failed(self.rank, self.phase, reason, traceback.format_exc(limit=-12), consequence)])
+        stack = "" if isinstance(error, (WeightError, PlanRefused)) else traceback.format_exc(limit=-12)
+        self.send([Failed(self.rank, self.phase, reason, stack, consequence)])
 
     def beat_forever(self, limit: float) -> None:
         """Signs of life; a failure once the loop has not turned for ``limit`` seconds (while loading it need not)."""

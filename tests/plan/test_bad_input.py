@@ -18,7 +18,9 @@ from glowplug.core.plan import Decision, EnginePlan
 from glowplug.core.plugins import load_plugins
 from glowplug.core.resolve import plan as make_plan
 from glowplug.core.testing.fakes import write_model
-from glowplug.plugins.quantization import fp8_order, tuned_tables
+from glowplug.kernels.triton import tuned
+from glowplug.plugins.quantization import gemm_order, tuned_tables
+from tests.narrow import AWQ
 
 H200 = read_sheet("1xh200")
 LIBRARIES = {"sglang-kernel": "0.4.2.post2", "flashinfer-python": "0.6.11.post1", "sgl-deep-gemm": "0.1.0",
@@ -41,8 +43,8 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Eng
     model = write_model(tmp_path_factory.mktemp("lite"), msgspec.json.decode(LITE.read_bytes()))
 
     def made(config: dict[str, Any] | None = None, hardware: HardwareFacts = H200,
-             packages: dict[str, str] | None = None) -> EnginePlan:
-        plugins = load_plugins(entry_points=False)
+             packages: dict[str, str] | None = None, extra: tuple[str, ...] = ()) -> EnginePlan:
+        plugins = load_plugins(extra, entry_points=False)
         installed = {**plugins.software.packages, **(LIBRARIES if packages is None else packages)}
         plugins.__dict__["software"] = replace(plugins.software, packages=installed)
         return make_plan({"model": str(model), "weights": {"use": "random"}, "skip_tokenizer": True, **(config or {})},
@@ -68,6 +70,36 @@ def test_a_backend_for_another_card_is_refused(make: Callable[..., EnginePlan], 
     assert "SM90" in found.reason and "SM80" in found.reason and "A100" in found.reason
     assert found.fix == 'attention.use = "torch_mla"'
     assert make({"attention": {"use": "torch_mla"}}, A100).choice("attention")
+
+
+class TestASheetsPackages:
+    """What a sheet states is installed is what its machine's plan is made with; a sheet that does not, is as ever."""
+
+    STATED = replace(H200, packages=LIBRARIES)
+
+    def test_they_count_where_they_are_missing_here(self, make: Callable[..., EnginePlan]) -> None:
+        here = dict.fromkeys(LIBRARIES, "")
+        assert make(packages=here).choice("attention").name == "torch_mla"
+        plan = make(hardware=self.STATED, packages=here)
+        assert plan.choice("attention").name == make().choice("attention").name == "hopper_mla"
+        assert plan.facts.software.packages.items() >= LIBRARIES.items()
+        said = decision(plan, "facts")
+        assert said.value == "packages as the sheet states them" and "sglang-kernel 0.4.2.post2" in said.why
+
+    def test_nothing_else_does(self, make: Callable[..., EnginePlan]) -> None:
+        plan = make(hardware=replace(H200, packages={"triton": "3.6.0"}))
+        assert plan.choice("attention").name == "triton_mla"
+        assert plan.facts.software.packages.keys() == {"torch", "triton"}, "torch is wherever the engine is"
+        found = refusals(make, {"attention": {"use": "hopper_mla"}}, replace(H200, packages={}))["attention.use"]
+        assert "not installed" in found.reason
+
+    def test_without_them_those_of_here_do(self, make: Callable[..., EnginePlan]) -> None:
+        assert all(found.field != "facts" for found in make().decisions)
+
+    def test_a_cpu_build_of_torch(self, make: Callable[..., EnginePlan]) -> None:
+        plan = make(hardware=replace(self.STATED, packages={**LIBRARIES, "torch": "2.11.0+cpu"}))
+        assert plan.device == "cpu" and decision(plan, "device").why == "the installed torch is a CPU build"
+        assert make(hardware=replace(self.STATED, packages={**LIBRARIES, "torch": "2.11.0+cu130"})).device == "cuda"
 
 
 def test_what_is_suggested_is_installed(make: Callable[..., EnginePlan]) -> None:
@@ -110,7 +142,7 @@ def test_quantized_products_need_a_card_that_they_are_made_for(make: Callable[..
 
 @pytest.mark.parametrize(("name", "option", "value"), [
     ("block_fp8", "gemm", "deep_gemm"), ("block_fp8", "gemm", "cublas"), ("block_fp8", "experts", "deep_gemm"),
-    ("w8a8_int8", "gemm", "cutlass"),
+    ("block_fp8", "experts", "deep_gemm_masked"), ("block_fp8", "experts", "cutlass"), ("w8a8_int8", "gemm", "cutlass"),
 ])
 def test_libraries_are_named_on_the_cards_that_they_are_called_on(make: Callable[..., EnginePlan], name: str,
                                                                   option: str, value: str) -> None:
@@ -173,6 +205,7 @@ def test_a_missing_library_is_named_with_its_installation(make: Callable[..., En
 @pytest.mark.parametrize(("scheme", "option", "value", "package"), [
     ("block_fp8", "gemm", "deep_gemm", "sgl-deep-gemm"), ("block_fp8", "experts", "deep_gemm", "sgl-deep-gemm"),
     ("block_fp8", "gemm", "cutlass", "sglang-kernel"), ("block_fp8", "gemm", "flashinfer", "flashinfer-python"),
+    ("block_fp8", "experts", "deep_gemm_masked", "sgl-deep-gemm"), ("block_fp8", "experts", "cutlass", "sglang-kernel"),
     ("w8a8_int8", "gemm", "cutlass", "sglang-kernel"),
 ])
 def test_a_missing_library_that_products_were_given_to(make: Callable[..., EnginePlan], scheme: str, option: str,
@@ -186,13 +219,20 @@ def test_a_missing_library_that_products_were_given_to(make: Callable[..., Engin
     assert make({"quantization": {"use": scheme, option: "auto"}}, packages=without).choice("quantization")
 
 
-@pytest.mark.parametrize("gemm", ["cutlass", "cublas"])
-def test_a_library_that_makes_16_bits_is_refused_for_float32(make: Callable[..., EnginePlan], gemm: str) -> None:
-    scheme = {"use": "block_fp8", "gemm": gemm}
-    found = refusals(make, {"quantization": scheme, "dtype": "float32"})["quantization.gemm"]
-    assert "16 bits alone" in found.reason and 'quantization.gemm = "auto"' in found.fix
-    assert make({"quantization": {**scheme, "gemm": "auto"}, "dtype": "float32"}).choice("quantization")
+@pytest.mark.parametrize(("option", "library"), [
+    *(("gemm", name) for name in ("cutlass", "cublas", "deep_gemm", "flashinfer")),
+    *(("experts", name) for name in ("deep_gemm", "deep_gemm_masked", "cutlass"))])
+def test_a_library_that_makes_16_bits_is_refused_for_float32(make: Callable[..., EnginePlan], option: str,
+                                                             library: str) -> None:
+    scheme = {"use": "block_fp8", option: library}
+    found = refusals(make, {"quantization": scheme, "dtype": "float32"})
+    assert list(found) == [f"quantization.{option}"]
+    said = found[f"quantization.{option}"]
+    assert "16 bits alone" in said.reason and f'quantization.{option} = "auto"' in said.fix
+    for fits in ("auto", "triton"):
+        assert make({"quantization": {**scheme, option: fits}, "dtype": "float32"}).choice("quantization")
     assert make({"quantization": scheme, "dtype": "bfloat16"}).choice("quantization")
+    assert make({"quantization": {**scheme, "activations": "none"}, "dtype": "float32"}).choice("quantization")
 
 
 def test_every_library_that_a_component_can_use_is_looked_for() -> None:
@@ -281,33 +321,80 @@ class TestTunedTables:
         for plan in (make(packages=dict.fromkeys(LIBRARIES, "")), make(hardware=A100)):
             assert not [found for found in plan.decisions if found.field == tuned_tables.FIELD]
 
+    def test_whose_kernel_scores_tokens_is_said(self, make: Callable[..., EnginePlan], tmp_path: Path,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+        assert not [found for found in make(hardware=B200).decisions if found.field == tuned_tables.HEAD]
+        plan, ours = make(), {"way": "tiles"}
+        vocab, hidden = plan.facts.model.vocab_size, plan.facts.model.hidden_size
+        monkeypatch.setattr(tuned, "FOLDER", tmp_path)
+        path = tmp_path / tuned.head_file_name(vocab, hidden, ("NVIDIA H100", "3.6"))
+        tuned.keep(path, {1: {"way": "cublas"}, 8: ours, 32: ours})
+        try:
+            tuned.table.cache_clear()
+            found = decision(make(hardware=H100), tuned_tables.HEAD)
+            assert found.value == "by rows" and "at 8, 32 rows, as measured on NVIDIA H100" in found.why
+            assert not [each for each in make({"dtype": "float16"}, H100).decisions if each.field == tuned_tables.HEAD]
+        finally:
+            tuned.table.cache_clear()
+
     def test_who_multiplies_is_said(self, make: Callable[..., EnginePlan]) -> None:
         fp8 = {"quantization": {"use": "block_fp8"}}
-        found = decision(make(fp8), fp8_order.FIELD)
+        found = decision(make(fp8), gemm_order.FIELD)
         assert (found.value, found.by) == ("by shape", "facts") and "measured fastest on NVIDIA H200" in found.why
         assert "of triton, deep_gemm, cutlass, flashinfer, cublas; for others triton up to 64 rows" in found.why
-        without = decision(make(fp8, packages={**LIBRARIES, "sgl-deep-gemm": ""}), fp8_order.FIELD)
+        without = decision(make(fp8, packages={**LIBRARIES, "sgl-deep-gemm": ""}), gemm_order.FIELD)
         assert "of triton, cutlass, flashinfer, cublas (not installed: deep_gemm)" in without.why
-        other = decision(make(fp8, H100), fp8_order.FIELD)
+        other = decision(make(fp8, H100), gemm_order.FIELD)
         assert other.value == "rules" and "nobody was measured on NVIDIA H100" in other.why
-        assert decision(make(fp8, B200), fp8_order.FIELD).value == "triton"
-        named = decision(make({"quantization": {"use": "block_fp8", "gemm": "cutlass"}}), fp8_order.FIELD)
+        assert decision(make(fp8, B200), gemm_order.FIELD).value == "triton"
+        named = decision(make({"quantization": {"use": "block_fp8", "gemm": "cutlass"}}), gemm_order.FIELD)
         assert (named.value, named.by) == ("cutlass", "operator")
+
+    def test_a_scheme_with_inherited_options_that_dequantises_has_nobody_named(
+            self, make: Callable[..., EnginePlan]) -> None:
+        plan = make({"quantization": {"use": "plain_torch"}}, extra=("tests.teacher",))
+        assert not [found for found in plan.decisions if found.field == gemm_order.FIELD]
+
+    @pytest.mark.parametrize(("scheme", "kind", "among", "rule"), [
+        ("w8a8_int8", "int8-gemm", "of triton, cutlass", "triton below 64 rows, cutlass from there on"),
+        ("awq", "awq-gemm", "of triton, cublas", "triton below 512 rows, cublas from there on")])
+    def test_so_it_is_of_narrow_weights(self, make: Callable[..., EnginePlan], tmp_path: Path, scheme: str, kind: str,
+                                        among: str, rule: str) -> None:
+        """By the card's own table; another card's is passed over, with the reason."""
+        stated = {"quantization_config": {**AWQ, "group_size": 64}} if scheme == "awq" else {}
+        model = str(write_model(tmp_path, {**msgspec.json.decode(LITE.read_bytes()), **stated}))
+        config = {"model": model, "quantization": {"use": scheme}}
+        found = decision(make(config), gemm_order.FIELD)
+        assert (found.value, found.by) == ("by shape", "facts")
+        assert f"for 3 shapes whoever was measured fastest on NVIDIA H200, {among}; for others the nearest" in found.why
+        other = decision(make(config, H100), gemm_order.FIELD)
+        assert other.value == "rules" and other.why == (
+            "nobody was measured on NVIDIA H100, and tables of NVIDIA H200 are not trusted there: "
+            f"{rule}; {among}; `glowplug tune {kind}` measures")
+        blackwell = decision(make(config, B200), gemm_order.FIELD)
+        assert blackwell.value == ("rules" if scheme == "awq" else "triton")
+        named = decision(make({**config, "quantization": {"use": scheme, "gemm": "triton"}}), gemm_order.FIELD)
+        assert (named.value, named.by) == ("triton", "operator")
+        wide = {"dequantize": True} if scheme == "awq" else {"activations": "none"}
+        assert not [said for said in make({**config, "quantization": {"use": scheme, **wide}}).decisions
+                    if said.field == gemm_order.FIELD]
+
+    def test_cutlass_for_int8_is_not_installed(self, make: Callable[..., EnginePlan]) -> None:
+        plan = make({"quantization": {"use": "w8a8_int8"}}, packages={**LIBRARIES, "sglang-kernel": ""})
+        assert "of triton (not installed: cutlass)" in decision(plan, gemm_order.FIELD).why
 
     def test_what_is_said_of_who_multiplies_is_what_runs(self) -> None:
         pytest.importorskip("triton")
         from glowplug.plugins.quantization import fp8_gemm
 
         providers = fp8_gemm.Providers("auto", {})
-        assert tuple(providers._order(fp8_order.FEW, 512, 512)) == fp8_order.UNMEASURED_FEW
-        assert tuple(providers._order(fp8_order.FEW + 1, 512, 512)) == fp8_order.UNMEASURED
-        assert fp8_gemm.provider_path().parent == fp8_order.FOLDER
-        assert len(fp8_order.measured("NVIDIA H200")) >= 5
+        assert tuple(providers._order(gemm_order.FEW, 512, 512)) == gemm_order.UNMEASURED_FEW
+        assert tuple(providers._order(gemm_order.FEW + 1, 512, 512)) == gemm_order.UNMEASURED
+        assert fp8_gemm.provider_path().parent == tuned.FOLDER
+        assert len(gemm_order.measured("fp8_gemm", "NVIDIA H200")) >= 5
 
     def test_file_names_are_those_that_kernels_look_for(self) -> None:
         pytest.importorskip("triton")
-        from glowplug.kernels.triton import tuned
-
         names = [path.name for path in tuned.FOLDER.glob("*triton=*.json")]
         assert names and tuned_tables.made_for(names) == {("NVIDIA H200", "3.6")}
         assert tuned_tables.made_for([tuned.file_name("N=1,K=2", "bfloat16")]) == {

@@ -79,6 +79,11 @@ def test_a_checkpoint_without_its_tokenizer_is_refused_as_it_would_be_when_servi
     assert said.out == "" and "no tokenizer was found" in said.err and "skip_tokenizer = true" in said.err
     assert main([*asked, "--skip-tokenizer-init"]) == 0
     assert main([*asked, "--tokenizer", str(embedded_path())]) == 0
+    assert main([*asked, "--tokenizer", "embedded"]) == 0
+    capsys.readouterr()
+    assert main([*asked, "--tokenizer", str(tmp_path / "none")]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and f"no folder or file '{tmp_path / 'none'}'" in said.err and "tokenizer: " in said.err
 
 
 def test_a_plan_for_another_machine_is_not_served(v3: Path) -> None:
@@ -111,6 +116,20 @@ def test_json_plans_decode(v3: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "very-secret" not in text
     plan = EnginePlan.from_json(text.encode())
     assert plan.device == "cuda" and len(plan.facts.hardware.devices) == 8
+
+
+def test_facts_are_a_sheet_to_plan_with(v3: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                        plugins: PluginSet) -> None:
+    assert main(["facts"]) == 0
+    text = capsys.readouterr().out
+    stated = json.loads(text)["packages"]  # those of installed third-party plugins among them
+    assert stated.items() >= plugins.software.packages.items() and "torch" in stated
+    (sheet := tmp_path / "mine.json").write_text(text)
+    words = ["check", "--model", str(v3), "--load-format", "dummy", "--facts", str(sheet)]
+    assert main(words) == 0
+    assert "packages as the sheet" in capsys.readouterr().out
+    sheet.write_text('{"packages": {"triton": "latest"}}')
+    assert main(words) == 2 and "--facts: " in (said := capsys.readouterr().err) and "'latest', of triton" in said
 
 
 def test_plugins_lists_everything(capsys: pytest.CaptureFixture[str], plugins: PluginSet) -> None:

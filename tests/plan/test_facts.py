@@ -4,6 +4,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from glowplug.core.errors import FactsError, WeightError
 from glowplug.core.facts import Facts, HardwareFacts, ModelFacts
 from glowplug.core.facts_read import locate_model, normalise, read_folder
-from glowplug.core.machine import _visible, read_sheet, sheet_names, software, this_machine
+from glowplug.core.machine import _visible, own_sheet, read_sheet, sheet_names, software, this_machine
 from glowplug.core.parameters import count_parameters
 from glowplug.core.plugins import PluginSet
 from glowplug.core.testing.fakes import TINY_LLAMA, TINY_V3, write_model
@@ -177,7 +178,29 @@ def test_a_sheet_that_says_how_cards_are_connected_is_read(tmp_path: Path) -> No
         read_sheet(str(own))
 
 
+def test_packages_of_a_sheet(tmp_path: Path) -> None:
+    assert all(read_sheet(name).packages is None for name in sheet_names())
+    own = tmp_path / "mine.json"
+    own.write_text('{"packages": {"Flashinfer_Python": "0.6.11.post1", "triton": "", "torch": "2.11.0+cu130"}}')
+    assert read_sheet(str(own)).packages == {"flashinfer-python": "0.6.11.post1", "torch": "2.11.0+cu130"}
+    own.write_text('{"packages": {}}')
+    assert read_sheet(str(own)).packages == {}
+
+
+def test_the_sheet_of_this_machine(tmp_path: Path) -> None:
+    sheet = own_sheet(["pluggy", "no-such-thing"])
+    assert sheet.packages == {"pluggy": version("pluggy")} and sheet.name != this_machine().name
+    own = tmp_path / "mine.json"
+    own.write_bytes(msgspec.json.encode(sheet))
+    assert read_sheet(str(own)) == sheet
+    assert dataclasses.replace(sheet, name=this_machine().name, packages=None) == this_machine()
+
+
 @pytest.mark.parametrize(("text", "said"), [
+    ('{"packages": ["triton"]}', "packages"), ('{"packages": {"triton": 3}}', "packages"),
+    ('{"packages": {"triton": "new"}}', "'new', of triton, is no version"),
+    ('{"packages": {"triton>=3": "3.6"}}', "'triton>=3' is not the name"),
+    ('{"packages": {"a_b": "1", "A-B": "2"}}', "a-b is there twice"),
     ("{", "not valid"), ('{"hosts": "two"}', "hosts"), ('{"devcies": []}', "devcies"),
     ('{"devices": [{"name": "x", "memory": 1, "compute": 90, "sm": 9}]}', "'sm'"), ("[]", "not valid")])
 def test_bad_sheets_are_named(tmp_path: Path, text: str, said: str) -> None:

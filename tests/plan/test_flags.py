@@ -149,6 +149,27 @@ def test_contradictions_name_both_flags(plugins: PluginSet) -> None:
     assert not given(plugins, "--disable-mla", "--attention-backend", "torch_mla").layer.refusals
 
 
+@pytest.mark.parametrize(("words", "use"), [
+    (("--attention-backend", "flashinfer", "--enable-flashinfer-mla"), "flashinfer_mla"),
+    (("--attention-backend", "torch", "--disable-mla"), "torch_mla")])
+def test_two_names_of_one_backend_do_not_contradict(plugins: PluginSet, v3: Path, words: tuple[str, ...],
+                                                    use: str) -> None:
+    for order in (words, (words[2], *words[:2])):
+        found = given(plugins, "--model", str(v3), *order)
+        assert not found.layer.refusals and found.config["attention"]["use"] == use
+
+
+@pytest.mark.parametrize(("words", "field"), [
+    (("--attention-backend", "triton", "--disable-mla"), "attention.use"),
+    (("--attention-backend", "triton_mla", "--disable-mla"), "attention.use"),
+    (("--disable-cuda-graph", "--enable-piecewise-cuda-graph"), "graphs.use")])
+def test_a_flag_that_contradicts_sets_nothing(plugins: PluginSet, v3: Path, words: tuple[str, ...], field: str) -> None:
+    with pytest.raises(PlanRefused) as caught:
+        given(plugins, "--model", str(v3), "--load-format", "dummy", "--facts", "cpu", *words).plan()
+    said = [(r.field, r.reason) for r in caught.value.refusals if " cpu" not in r.reason]  # as backends for CUDA say
+    assert [where for where, _ in said] == [field] and "contradict each other" in said[0][1]
+
+
 def test_set_contradicts_as_a_flag_does(plugins: PluginSet) -> None:
     rows = "scheduler.max_running_requests"
     for words in (["--max-running-requests", "5", "--set", f"{rows}=6"], ["--set", f"{rows}=5", "--set", f"{rows}=6"]):
@@ -264,6 +285,15 @@ def test_typos_end_with_code_2(plugins: PluginSet, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit) as caught:
         given(plugins, *words)
     assert caught.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_dashes_alone_make_no_flag_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        Parser(prog="demo").parse_args(["--tp"])
+    assert caught.value.code == 2 and capsys.readouterr().err == "demo: unknown flag --tp\n"
+    with pytest.raises(SystemExit):
+        Parser(prog="demo").parse_args(["--hepl"])
+    assert "did you mean --help?" in capsys.readouterr().err
 
 
 def test_a_secret_is_not_shown(plugins: PluginSet) -> None:

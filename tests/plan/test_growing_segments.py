@@ -1,5 +1,5 @@
-"""``memory.growing_segments`` in the plan: off by itself, on where it was asked for and can work, else told or refused.
-"""
+"""``memory.growing_segments`` in the plan: by itself on for one rank on a CUDA device, off for several and told why;
+where it was asked for and cannot work, told or refused."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -29,18 +29,42 @@ def graphs(plan: EnginePlan) -> int:
     return next(line.bytes for line in plan.budget if line.name == "graphs")
 
 
-def test_nothing_is_done_and_said_by_default(planned: Any) -> None:
-    plan = asked(planned, None, hardware=H200)
-    assert plan.growing_segments is False and PATH not in decided(plan)
-
-
-@pytest.mark.parametrize(("value", "grows"), [(True, True), (False, False), ("auto", False)])
-def test_what_was_asked_for_is_in_the_plan(planned: Any, value: Any, grows: bool) -> None:
+@pytest.mark.parametrize("value", [None, "auto"])
+def test_one_rank_has_it_by_itself_and_the_plan_says_so(planned: Any, value: Any) -> None:
     plan = asked(planned, value, hardware=H200)
     found, by, why = decided(plan)[PATH]
-    assert plan.growing_segments is grows and found in (grows, value)
-    assert by == ("size" if value == "auto" else "operator") and ("not every combination" in why) == (value == "auto")
-    assert EnginePlan.from_json(plan.to_json()).growing_segments is grows
+    assert plan.growing_segments is True and (found, by) == (True, "size") and "KV cache more" in why
+    assert EnginePlan.from_json(plan.to_json()).growing_segments is True
+
+
+@pytest.mark.parametrize("value", [None, "auto"])
+def test_several_ranks_do_not_and_the_plan_says_why(planned: Any, value: Any) -> None:
+    memory = {} if value is None else {"growing_segments": value}
+    plan = planned({"dtype": "bfloat16", "parallel": [{"use": "tensor", "size": 2}], "memory": memory},
+                   hardware=read_sheet("8xh200"))
+    found, by, why = decided(plan)[PATH]
+    assert plan.growing_segments is False and (found, by) == (False, "size") and "these are 2 ranks" in why
+
+
+@pytest.mark.parametrize("offered", [False, True])
+def test_one_rank_beside_collectives_that_use_handles(planned: Any, offered: bool) -> None:
+    own = component("collectives", "alone", CollectiveOffers(devices=frozenset({"cuda"}), growing_segments=offered))
+    plan = planned({"dtype": "bfloat16", "collectives": {"use": "alone"}}, hardware=H200,
+                   plugins=with_components(collectives=[own]))
+    assert plan.growing_segments is offered
+    assert ("alone shares torch's memory" in decided(plan)[PATH][2]) is not offered
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_what_was_asked_for_is_in_the_plan(planned: Any, value: bool) -> None:
+    plan = asked(planned, value, hardware=H200)
+    assert plan.growing_segments is value and decided(plan)[PATH][:2] == (value, "operator")
+    assert EnginePlan.from_json(plan.to_json()).growing_segments is value
+
+
+def test_a_cpu_says_nothing_by_itself(planned: Any) -> None:
+    plan = asked(planned, None)
+    assert plan.growing_segments is False and PATH not in decided(plan)
 
 
 def test_a_cpu_has_no_segments_and_the_plan_says_so(planned: Any) -> None:

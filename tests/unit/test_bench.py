@@ -318,3 +318,44 @@ def test_table_takes_records_of_other_tools() -> None:
     assert cells[0] == 4
     assert cells[-1] == pytest.approx(100.0)
     assert cells[1] == "-"
+
+
+OURS = {"batch_size": 8, "input_len": 256, "output_len": 32, "prefill_latency": 0.25, "prefill_throughput": 8192.0,
+        "median_decode_latency": 0.0125, "median_decode_throughput": 640.0, "prefill_ms": 250.0,
+        "prefill_tokens_per_s": 8192.0, "decode_median_ms": 12.5, "decode_tokens_per_s": 640.0, "floor_share": 0.5}
+SGLANGS = {key: value for key, value in OURS.items() if key not in table.BATCH_COLUMNS[3:]} | {
+    "median_decode_latency": 0.025, "median_decode_throughput": 320.0}
+
+
+def test_table_shows_static_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours, theirs = tmp_path / "ours.json", tmp_path / "sglang.jsonl"
+    ours.write_text(json.dumps({"engine": "glowplug", "results": [OURS, {**OURS, "batch_size": 16}]}, indent=1))
+    theirs.write_text("\n".join(map(json.dumps, ({**SGLANGS, "batch_size": 1}, SGLANGS))))
+    assert bench.run(parsed("table", str(ours), str(theirs))) == 0
+    first, second, change = capsys.readouterr().out.strip().split("\n\n")
+    shown = [[cell.strip() for cell in row.strip("| ").split("|")] for row in first.splitlines()[3:]]
+    assert [row[3:] for row in shown] == [["250.000", "8192.000", "12.500", "640.000", "0.500"]] * 2
+    assert [word in second for word in ("12.500", "25.000", "250.000")] == [False, True, True]
+    row = [cell.strip() for cell in change.splitlines()[-1].strip("| ").split("|")]
+    assert row == ["8", "256", "32", "+0.0", "+0.0", "+100.0", "-50.0", "-"] and len(change.splitlines()) == 4
+
+
+def test_table_shows_each_kind_of_record_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (both := tmp_path / "x.jsonl").write_text(f'{json.dumps({"max_concurrency": 4, "mean_tpot_ms": 10.0})}\n'
+                                              f"{json.dumps(OURS)}\n")
+    assert bench.run(parsed("table", str(both))) == 0
+    assert capsys.readouterr().out.count(f"{both}\n") == 2
+    assert bench.run(parsed("table", str(both), "--columns", "batch_size", "mean_tpot_ms")) == 0
+    assert capsys.readouterr().out.count(f"{both}\n") == 1
+
+
+@pytest.mark.parametrize(("text", "more", "said"), [
+    ('{"kernel": "gemm", "us": 3}', [], "record 1 is neither of serving nor of a static batch; it has kernel, us"),
+    ("[3]", [], "no record"), ("", [], "no record"), ("{", [], "x.jsonl"),
+    (json.dumps(OURS), ["--columns", "mean_tpot"], "no record has any of mean_tpot")])
+def test_table_says_what_is_no_result(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, more: list[str],
+                                      said: str) -> None:
+    (file := tmp_path / "x.jsonl").write_text(text)
+    assert bench.run(parsed("table", str(file), *more)) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and said in shown.err and str(file) in shown.err

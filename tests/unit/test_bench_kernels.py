@@ -143,6 +143,13 @@ def test_only_backends_of_the_models_kind_and_device_are_tried(plugins: PluginSe
     assert not {label for label in labels if "mla" in label or "triton" in label}
 
 
+def test_providers_of_a_cuda_device_are_not_tried_on_a_cpu(plugins: PluginSet, tmp_path: Path) -> None:
+    write_config(tmp_path, "v3_fp8")
+    plan = make_plan({"model": str(tmp_path), **SIZES}, plugins=plugins)
+    assert plan.choice("quantization").name == "block_fp8"
+    assert not [one.label for one in variants(plan, plugins) if one.label.startswith("block_fp8")]
+
+
 def test_a_table_and_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "k.json"
     status = run("kernels", "--model", "tiny-v3", "--batch-size", "1", "2", "--context", "20", "--prefill", "24",

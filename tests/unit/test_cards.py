@@ -26,8 +26,10 @@ def test_cards(card: None, tiles: bool, unfit: str) -> None:
 @pytest.mark.parametrize("card", [(10, 0)], indirect=True)
 def test_libraries_for_hopper_are_not_asked_on_another_card(card: None) -> None:
     pytest.importorskip("triton")
+    from glowplug.plugins.quantization.fp8_cutlass import Cutlass
     from glowplug.plugins.quantization.fp8_gemm import Providers
     from glowplug.plugins.quantization.fp8_grouped import Grouped
+    from glowplug.plugins.quantization.fp8_masked import Masked
     from glowplug.plugins.quantization.w8a8_int8_cuda import Multiply
 
     table = {"N=512,K=512": {"64": "cutlass"}}
@@ -36,6 +38,6 @@ def test_libraries_for_hopper_are_not_asked_on_another_card(card: None) -> None:
     with pytest.raises(GlowplugError, match="called on SM90, this card is SM100"):
         Providers("cublas", table)
     assert not Grouped("auto").pays(1 << 20, 8, 8)
-    for asked in (lambda: Grouped("deep_gemm"), lambda: Multiply("cutlass")):
+    for asked in (lambda: Grouped("deep_gemm"), Masked, Cutlass, lambda: Multiply("cutlass")):
         with pytest.raises(GlowplugError, match="is called on SM90, this card is SM100; leave it out"):
             asked()

@@ -1,0 +1,20 @@
+"""``glowplug facts``: the fact sheet of this machine, for plans made elsewhere. Imports no torch."""
+from __future__ import annotations
+
+import argparse
+
+import msgspec
+
+from glowplug.core.machine import own_sheet
+from glowplug.core.plugins import load_plugins
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--plugin", action="append", default=[], metavar="MODULE",
+                        help="load one more plugin module, whose packages are looked for too")
+
+
+def run(args: argparse.Namespace) -> int:
+    sheet = own_sheet(load_plugins(extra=args.plugin).packages)
+    print(msgspec.json.format(msgspec.json.encode(sheet), indent=1).decode())
+    return 0
