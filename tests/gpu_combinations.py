@@ -18,6 +18,7 @@ import re
 import sys
 import tempfile
 import time
+import typing
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -51,6 +52,7 @@ MODELS: dict[str, dict[str, Any]] = {
 SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "kv_lora_rank", "qk_nope_head_dim",
          "qk_rope_head_dim", "v_head_dim", "intermediate_size", "moe_intermediate_size", "head_dim", "q_lora_rank")
 KINDS = {"llama": "mha"}
+SCHEMES = {"v3_fp8": "block_fp8", "v2_awq": "awq", "v3_int8": "w8a8_int8"}  #: of checkpoints that come quantised
 NARROW = {"v2_awq": "v2", "v3_int8": "v3"}  #: models of which each backend runs once, and whose sizes theirs are
 #: how the reference keeps quantised weights: dequantised, and activations as they are
 DENSE: dict[str, dict[str, Any]] = {"fp8": {"use": "block_fp8", "activations": "none"},
@@ -73,7 +75,7 @@ BOUNDS = {"exact": Bound(1e-3, 1e-3), "bfloat16": Bound(0.02, 0.03), "fp8": Boun
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination. ``steps``: of NextN, 0 for none."""
+    """One combination. ``steps``: of NextN, 0 for none. ``provider``: who multiplies ("experts=cutlass")."""
 
     model: str
     attention: str
@@ -81,6 +83,7 @@ class Cell:
     ops: str = "auto"
     kv_dtype: str = "auto"
     absorbed: str = "auto"
+    provider: str = "auto"
     graphs: str = "eager"
     steps: int = 0
     radix: bool = True
@@ -91,6 +94,7 @@ class Cell:
     def name(self) -> str:
         chosen = [value for value in (self.quantization, self.ops, self.kv_dtype) if value != "auto"]
         chosen += [f"absorbed_{self.absorbed}"] if self.absorbed != "auto" else []
+        chosen += [self.provider.replace("=", "_")] if self.provider != "auto" else []
         said = [self.model, self.attention, *chosen, self.graphs, f"nextn{self.steps}" if self.steps else "",
                 "" if self.radix else "no_radix", "chunked" if self.chunked else "",
                 "" if self.overlap else "no_overlap"]
@@ -119,6 +123,9 @@ class Cell:
         }
         if self.quantization != "auto":
             found["quantization"] = {"use": self.quantization}
+        if self.provider != "auto":
+            option, _, value = self.provider.partition("=")
+            found["quantization"] = {"use": SCHEMES[self.model], option: value}
         if self.ops != "auto":
             found["ops"] = {"use": self.ops}
         if self.steps:
@@ -132,6 +139,14 @@ def named(plugins: PluginSet, slot: str, device: str, kind: str = "") -> list[st
             and (not kind or kind in getattr(component.offers, "kinds", ()))]
 
 
+def providers(plugins: PluginSet, scheme: str) -> list[str]:
+    """Everybody whom the scheme's options can name, as ``option=value``."""
+    options = next(component.options for component, _, _ in plugins.components("quantization")
+                   if component.name == scheme)
+    return [f"{option}={value}" for option in ("gemm", "experts") if option in options.model_fields
+            for value in typing.get_args(options.model_fields[option].annotation) if value != "auto"]
+
+
 def matrix(plugins: PluginSet, device: str) -> list[Cell]:
     """The whole of it, admitted or not."""
     found = []
@@ -139,6 +154,11 @@ def matrix(plugins: PluginSet, device: str) -> list[Cell]:
                  if "absorbed" in component.options.model_fields and device in component.offers.devices]
     for model in MODELS:
         backends = named(plugins, "attention", device, KINDS.get(model, "mla"))
+        if model in SCHEMES:
+            own = "triton_mla" if "triton_mla" in backends else backends[0]
+            found += [Cell(model, own, provider=provider, graphs=graph, steps=steps) for provider, graph, steps in
+                      itertools.product(providers(plugins, SCHEMES[model]), named(plugins, "graphs", device),
+                                        (0, 1) if model.startswith("v3") else (0,))]
         if model in NARROW:
             found += [Cell(model, backend, graphs=graph) for backend, graph in
                       itertools.product(backends, named(plugins, "graphs", device))]

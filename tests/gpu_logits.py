@@ -111,7 +111,7 @@ def ways(fp8: bool, device: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for backend in BACKENDS:
         yield backend, {"attention": {"use": backend}}
     yield "torch_mla", {"attention": {"use": "torch_mla"}, "graphs": EAGER}
-    for backend in ("triton_mla", "hopper_mla"):
+    for backend in ("triton_mla", "flashmla", "hopper_mla"):
         yield f"{backend}, FP8 cache", {"attention": {"use": backend, "kv_dtype": "fp8_e4m3"}}
     yield "triton_mla, FP8 absorbed", {"attention": {"use": "triton_mla", "absorbed": "fp8"}}
 

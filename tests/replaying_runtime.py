@@ -13,8 +13,10 @@ from torch import Tensor
 from glowplug.core.batch import Batch
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Worker
+from glowplug.core.segments import ExtendWork
 from glowplug.plugins.graphs.cuda_graph_runtime import CudaGraph
 from glowplug.plugins.graphs.cuda_recorder import map_tensors
+from glowplug.plugins.graphs.extend_runtime import Extends
 from tests.replaying import ReplayingOptions
 
 NEWEST: list[Replaying] = []  #: of this process; what a test looks into
@@ -150,6 +152,29 @@ class _Pass:
         assert self._at == number
 
 
+class _Extends(Extends):
+    """Counts its calls."""
+
+    def __init__(self, threads: Threads) -> None:
+        super().__init__()
+        self._threads = threads
+        self.called: list[tuple[int, bool]] = []  #: tokens, and were they replayed
+
+    def __call__(self, ids: Tensor, *rest: Tensor) -> None:
+        begun = self._threads.replays
+        super().__call__(ids, *rest)
+        self.called.append((len(ids), self._threads.replays > begun))
+
+
+def _breaking(work: ExtendWork, tokens: int) -> ExtendWork:
+    def extend(ids: Tensor, *rest: Tensor) -> None:
+        if len(ids) == tokens:
+            raise RuntimeError("made to fail")
+        work.extend(ids, *rest)
+
+    return dataclasses.replace(work, extend=extend)
+
+
 class Replaying(CudaGraph):
     """Counts what it replays; breaks where it is told to."""
 
@@ -160,11 +185,14 @@ class Replaying(CudaGraph):
         self.breaks = options.breaks
         self.filled: list[tuple[int, int]] = []  #: live rows and slot's rows of every step
         self.passed: list[tuple[int, int]] = []  #: a step's tokens and its pass's
+        self._extends = self.extends = _Extends(self.threads)
         NEWEST[:] = [self]
 
     def capture(self, steps: Any, report: Callable[[int, int], None]) -> None:
         # the code of a device of its own, whose lengths the host does not know
         steps._on_host = steps.speculative._on_host = False
+        if self.breaks is not None and self.breaks.startswith("extend "):
+            steps.extension.work = _breaking(steps.extension.work, int(self.breaks.split()[1]))
         super().capture(steps, report)
         self.captured = self.functions.replays
 

@@ -169,7 +169,9 @@ def _libraries() -> dict[str, ModuleType]:
     sgl.flash_attn, sgl.flash_mla = flash, mla  # type: ignore[attr-defined]
     sgl.fp8_blockwise_scaled_mm = lambda x, w, *rest: x.new_empty(  # type: ignore[attr-defined]
         len(x), w.shape[1], dtype=rest[-1])
+    sgl.fp8_blockwise_scaled_grouped_mm = lambda *_: None  # type: ignore[attr-defined]
     deep.fp8_gemm_nt = deep.m_grouped_fp8_gemm_nt_contiguous = lambda *_: None  # type: ignore[attr-defined]
+    deep.m_grouped_fp8_gemm_nt_masked = lambda *_: None  # type: ignore[attr-defined]
     return {module.__name__: module for module in (sgl, flash, mla, deep)}
 
 
@@ -242,6 +244,7 @@ def fake_card() -> Iterator[Tally]:
 TINY = {"dtype": "bfloat16", "scheduler": {"last_layer": "all"}}
 FULL: dict[str, Any] = {"context_length": 8192, "scheduler": {"max_running_requests": 512}}
 LONG = {"context_length": 65536, "scheduler": {"max_running_requests": 8}}
+MASKED: dict[str, Any] = {"context_length": 8192, "scheduler": {"max_running_requests": 256, "chunk_size": 512}}
 #: name -> (shape that ships or tiny model, layers of a shape, configuration). Prompts go through the last layer with
 #: their sampled tokens alone, so another one is the widest
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -255,6 +258,9 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "v3": ("deepseek-v3", 5, FULL),
     "v3, long": ("deepseek-v3", 5, LONG),
     "v3, own experts": ("deepseek-v3", 6, {**FULL, "quantization": {"use": "block_fp8", "experts": "triton"}}),
+    "v3, masked experts": ("deepseek-v3", 6, {**MASKED, "quantization": {"use": "block_fp8",
+                                                                         "experts": "deep_gemm_masked"}}),
+    "v3, cutlass experts": ("deepseek-v3", 6, {**FULL, "quantization": {"use": "block_fp8", "experts": "cutlass"}}),
     "v3, few tokens": ("deepseek-v3", 5, {**FULL, "scheduler": {"max_running_requests": 16, "chunk_size": 1024}}),
     "tiny v2": ("v2", 0, TINY),
     "tiny v3": ("v3", 0, TINY),
@@ -279,7 +285,7 @@ def case(name: str, plugins: PluginSet, show: bool) -> dict[str, tuple[int, int]
     with tempfile.TemporaryDirectory() as folder:
         plan = planned(written(Path(folder), shape, layers), plugins, **config)
     lines = {line.name: line.bytes for line in plan.budget}
-    captured = partial(warmup.most_captured, rows=min(512, plan.sizes.max_running))
+    captured = partial(warmup.most_captured, batch_sizes=[min(512, plan.sizes.max_running)])
     found = {}
     with fake_card() as tally:
         traced = Traced(plan, plugins, tally)

@@ -10,11 +10,13 @@ import torch
 
 from glowplug import LLM
 from glowplug.core import cache_gate
+from glowplug.core.batch import Batch, shape_of
 from glowplug.core.cache_gate import CacheError, Lend, cache_error, check_cache
 from glowplug.core.errors import GlowplugError
 from glowplug.core.fitting import RankMemory
 from glowplug.core.memory.layout import KVLayout
 from glowplug.core.memory.pool import KVPool
+from glowplug.core.offers import Mode
 from glowplug.core.plan import EnginePlan
 from glowplug.core.runner import Runner
 from glowplug.core.worker import make_worker
@@ -60,6 +62,28 @@ def test_drafts_do_not_change_it(tmp_path: Path) -> None:
     plain = measured(tmp_path, "float8_e4m3fn")
     drafted = measured(tmp_path, "float8_e4m3fn", speculative={"use": "nextn", "steps": 2})
     assert drafted.kl == pytest.approx(plain.kl, rel=0.8) and drafted.prompts == plain.prompts
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_its_last_step_decodes(drafts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a decoding kernel rounds counts, and the tokens are the gate's: logits are those of a step of prompts."""
+    pairs: list[tuple[Mode, torch.Tensor, torch.Tensor]] = []
+    with engine(tmp_path, **({"speculative": {"use": "nextn", "steps": 1}} if drafts else {})) as llm:
+        runner, plan, lend = parts(llm)
+        plain = runner.logits
+
+        def both(batch: Batch) -> torch.Tensor:
+            prompts = replace(batch, mode=Mode.PREFILL, num_decodes=0)
+            prompts.agreed = shape_of(prompts)
+            pairs.append((batch.mode, plain(batch), plain(prompts)))
+            return pairs[-1][1]
+
+        monkeypatch.setattr(runner, "logits", both)
+        cache_error(runner, plan, lend)
+    assert len(pairs) == 2 * cache_gate.ROUNDS
+    for mode, found, expected in pairs:
+        assert mode is (Mode.PREFILL if drafts else Mode.DECODE)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_short_sequences_are_not_measured(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ Lines = dict[str, dict[str, Any]]  #: bytes (or None) of each named line: planne
 NEAR = 0.05  #: predicted against real
 SMALL = 32 << 20  #: bytes that no line is held to: the allocator takes 20 MiB at a time, and the driver 2
 RESERVE = 0.02  #: of the device, which is left free unless memory.fraction says otherwise
-PLANNED = ("weights", "draft weights", "rotary tables", "activations", "logits", "sampling state", "page states")
+PLANNED = ("weights", "draft weights", "rotary tables", "activations", "logits", "sampling state", "page states",
+           "attention buffers")
 WORDS = ("measured", "served")
 AGAIN = ("activations", "logits")  #: measured, then measured again over the whole pool
 EVERYTHING = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=5, max_tokens=8,

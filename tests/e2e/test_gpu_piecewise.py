@@ -20,6 +20,10 @@ CASES: dict[str, dict[str, Any]] = {
     "chunks": {"scheduler": {"max_running_requests": 9, "chunk_size": 37}},
     "nextn": {"speculative": {"use": "nextn", "steps": 2}},
 }
+DRAFTING: dict[str, dict[str, Any]] = {
+    "plain": CASES["nextn"], "no_cache": {**CASES["nextn"], "cache": {"use": "none"}},
+    "chunks": {**CASES["nextn"], **CASES["chunks"]},
+}
 
 
 def engine(folder: Path, **config: Any) -> LLM:
@@ -116,3 +120,66 @@ def test_block_fp8(tmp_path: Path) -> None:
             found.append(llm.generate([prompts(0)[4]], SamplingParams(temperature=0.0, max_tokens=2))[0].token_ids)
             assert all(one.token_ids for one in llm.generate(prompts(1), SamplingParams(max_tokens=4)))
     assert found[0] == found[1]
+
+
+def draft_cache(llm: LLM) -> torch.Tensor:
+    """Of the layer behind the model's own, without the scratch page."""
+    executor: Any = llm._executor
+    torch.cuda.synchronize()
+    found: torch.Tensor = executor._engine.runner.attention._kv[-1][llm.plan.sizes.page_size :].clone()
+    return found
+
+
+@pytest.mark.parametrize("case", DRAFTING)
+def test_the_drafts_passes_over_prompts_cache_what_eager_ones_do(tmp_path: Path, case: str) -> None:
+    """Drafts change no token, so that the draft's cache is compared itself; beside rounding, which products of more
+    rows may do otherwise."""
+    folder, found = folder_of(tmp_path, "v3"), []
+    for replayed in (False, True):
+        with engine(folder, **DRAFTING[case]) as llm:
+            executor: Any = llm._executor
+            extension = executor._engine.runner.extension
+            assert extension.taker.counts == list(llm.plan.sizes.extend_tokens) != []
+            if not replayed:
+                extension.taker = None
+            found.append((results(llm), draft_cache(llm)))
+            stats = llm.stats
+            found[-1] += ((stats.drafted_tokens, stats.accepted_tokens),)
+    eager, own = found
+    assert eager[0] == own[0] and eager[2] == own[2]
+    assert own[1].any() and (own[1] - eager[1]).abs().max() < 1e-3 * eager[1].abs().max()
+
+
+def test_without_padding_the_draft_caches_the_same_to_the_bit(tmp_path: Path) -> None:
+    folder, found = folder_of(tmp_path, "v3"), []
+    for replayed in (False, True):
+        with engine(folder, **DRAFTING["no_cache"]) as llm:
+            executor: Any = llm._executor
+            if not replayed:
+                executor._engine.runner.extension.taker = None
+            for count in llm.plan.sizes.extend_tokens:
+                line = np.random.default_rng(count).integers(2, VOCAB, count + 1).tolist()
+                llm.generate([line], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+                found.append(draft_cache(llm))
+    half = len(found) // 2
+    assert all(one.any() and torch.equal(one, other) for one, other in zip(found[:half], found[half:], strict=True))
+
+
+def test_the_drafts_pass_leaves_nothing_of_the_targets_to_read(tmp_path: Path) -> None:
+    """Prompts are scored from states that it may write over."""
+    params = SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=1, ignore_eos=True)
+    found = []
+    for graphs in ({"use": "eager"}, {"use": "cuda_graph", "batch_sizes": [1, 4], "prefill_tokens": COUNTS}):
+        with engine(folder_of(tmp_path, "v3"), graphs=graphs, **CASES["nextn"]) as llm:
+            found.append([value for done in llm.generate(prompts(4), params) if done.prompt_logprobs is not None
+                          for value in done.prompt_logprobs.token])
+    assert len(found[0]) == len(found[1]) == sum(LENGTHS) - len(LENGTHS)
+    assert np.abs(np.array(found[0]) - np.array(found[1])).max() < 1e-3
+
+
+def test_replays_with_drafts_take_no_memory(tmp_path: Path) -> None:
+    with engine(folder_of(tmp_path, "v3"), **DRAFTING["no_cache"]) as llm:
+        results(llm)
+        before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        results(llm)
+        assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before

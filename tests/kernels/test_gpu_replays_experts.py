@@ -1,7 +1,8 @@
 """Gates and experts replayed from graphs, at odd sizes, in bf16."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ if not torch.cuda.is_available():
 from glowplug.kernels import fp8
 from glowplug.kernels.activation import silu_and_mul as silu_reference
 from glowplug.kernels.triton import fp8_quant, moe_align, moe_experts, moe_gemm_fp8, moe_sort, moe_sum, route
+from glowplug.plugins.quantization.block_fp8_cuda import grouped
 from tests.kernels.replays import BF16, FP8_ERROR, Case, Results, check, distance, randn
 from tests.kernels.test_triton_route import reference
 
@@ -51,16 +53,12 @@ def test_experts(tokens: int) -> None:
     check(made)
 
 
-@pytest.mark.parametrize("order", ["tiles", "columns"])
-@pytest.mark.parametrize("tokens", [1, 5, 33, 300])
-def test_fp8_experts(tokens: int, order: str) -> None:
-    rule = dict(moe_gemm_fp8.rule(tokens, 4, 11))
-    rule |= {part: {**rule[part], "ORDER": order} for part in ("first", "second")}
-
+def fp8_case(tokens: int, hidden: int, inter: int, run: Callable[..., Tensor]) -> Callable[[int], Case]:
+    """``run``: (x quantised, its scales, w13, scales13, w2, scales2, ids, weights) -> [T, H]."""
     def made(seed: int) -> Case:
-        x, (ids, weights) = randn(seed, tokens, 512), chosen(seed, tokens, 11, 4)
-        exact = (randn(seed + 1, 11, 512, 512, dtype=torch.float32) * 512**-0.5,
-                 randn(seed + 2, 11, 512, 256, dtype=torch.float32) * 256**-0.5)
+        x, (ids, weights) = randn(seed, tokens, hidden), chosen(seed, tokens, 11, 4)
+        exact = (randn(seed + 1, 11, 2 * inter, hidden, dtype=torch.float32) * hidden**-0.5,
+                 randn(seed + 2, 11, hidden, inter, dtype=torch.float32) * inter**-0.5)
         (w13, scales13), (w2, scales2) = (tuple(torch.stack(part) for part in zip(*map(fp8.quantize_weight, weight)))
                                           for weight in exact)
 
@@ -74,10 +72,44 @@ def test_fp8_experts(tokens: int, order: str) -> None:
             return FP8_ERROR * distance(by_format, want())
 
         return Case((x, ids, weights, *exact, w13, scales13, w2, scales2),
-                    lambda: moe_gemm_fp8.experts(*fp8_quant.quantize(x), w13, scales13, w2, scales2, ids, weights, BF16,
-                                                 rule), want, within)
+                    lambda: run(*fp8_quant.quantize(x), w13, scales13, w2, scales2, ids, weights), want, within)
 
-    check(made)
+    return made
+
+
+@pytest.mark.parametrize("order", ["tiles", "columns"])
+@pytest.mark.parametrize("tokens", [1, 5, 33, 300])
+def test_fp8_experts(tokens: int, order: str) -> None:
+    rule = dict(moe_gemm_fp8.rule(tokens, 4, 11))
+    rule |= {part: {**rule[part], "ORDER": order} for part in ("first", "second")}
+    check(fp8_case(tokens, 512, 256, lambda *given: moe_gemm_fp8.experts(*given, BF16, rule)))
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """What is allocated within it is filled with NaN, or with the largest integer; in a graph at every replay."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # which is when torch fills
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.parametrize("hidden,inter", [(512, 256), (640, 384)])
+@pytest.mark.parametrize("tokens", [1, 5, 33, 130, 300, 520])
+@pytest.mark.parametrize("wanted", ["deep_gemm_masked", "cutlass"])
+def test_fp8_experts_of_libraries(wanted: str, tokens: int, hidden: int, inter: int) -> None:
+    """Some of 11 experts get nothing of one token, others more than a tile of 520 tokens; in CUTLASS's these are more
+    pairs than it swaps its operands for, and more tokens than the masked layout is used for."""
+    pytest.importorskip("sgl_kernel" if wanted == "cutlass" else "deep_gemm")
+    provider = grouped(wanted)
+
+    def run(*given: Tensor) -> Tensor:
+        with poisoned():
+            return provider.experts(*given, BF16)
+
+    check(fp8_case(tokens, hidden, inter, run))
 
 
 @pytest.mark.parametrize("tokens,experts,k", [(1, 9, 2), (40, 64, 6), (700, 256, 8)])

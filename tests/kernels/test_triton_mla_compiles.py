@@ -34,6 +34,7 @@ for splits, warps in ((9, 4), (8, 4), (4, 8)):
 build(kernels._store, dict(latent=x, k_rope=x, cache="*fp8e4nv", slots="*i64"),
       dict(LORA=512, ROPE=64, BLOCK=1024, FP8=True))
 build(kernels._gather, dict(cache="*fp8e4nv", out=x, slots="*i32"), dict(SIZE=576, BLOCK=1024, ROWS=8))
+build(kernels._in_e4m3, dict(query=x, out="*fp8e4nv"), dict(LINE=64, LINES=32))
 build(mla_expand._spread, dict(rotary=x, keys=x), dict(SIZE=64, BLOCK=64, ROWS=64, DEPENDENT=True))
 build(merge._merge_into, dict(out="*fp32", lse="*fp32", part=x, part_lse="*fp32"), dict(SIZE=128, BLOCK=128, ROWS=8))
 """

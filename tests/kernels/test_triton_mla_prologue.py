@@ -139,3 +139,29 @@ def test_on_a_gpu(sizes: tuple[int, ...], kept: torch.dtype) -> None:
             assert torch.equal(got.isnan(), expected.isnan())
             torch.testing.assert_close(got, expected, rtol=2**-6 if kept is torch.bfloat16 else 2**-3, atol=2e-2,
                                        equal_nan=True)
+
+
+SHAPES = [(1, 3, 64), (5, 2, 192), (0, 4, 64), (33, 3, 64)]
+
+
+def test_queries_in_e4m3() -> None:
+    """Every line of every query, and saturated. NOTE: of numbers that E4M3 has, as the interpreter rounds others wrong.
+    """
+    for shape in SHAPES:
+        held = mla.in_e4m3(torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).mul_(100.0))
+        query = held.float()
+        query = torch.where(query.abs() > 300.0, query * 100.0, query)
+        got = mla_prologue.in_e4m3(query.to(DEVICE))
+        assert got.dtype == torch.float8_e4m3fn and got.shape == held.shape
+        assert torch.equal(got.float().cpu(), query.clamp(-448.0, 448.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [*SHAPES, (128, 128, 576)])
+def test_queries_in_e4m3_on_a_gpu(shape: tuple[int, ...]) -> None:
+    """Rounded to nearest, and NaN stays."""
+    query = torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).mul_(100.0).to(torch.bfloat16)
+    if query.numel():
+        query.view(-1)[:4] = torch.tensor([1e5, -1e5, NAN, 2.0**-9])
+    got, want = mla_prologue.in_e4m3(query.to(DEVICE)), mla.in_e4m3(query)
+    torch.testing.assert_close(got.float().cpu(), want.float(), rtol=0, atol=0, equal_nan=True)

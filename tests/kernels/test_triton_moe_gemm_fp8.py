@@ -104,22 +104,36 @@ def test_the_order_of_programs_changes_no_bit(config: str, tokens: int, hidden: 
     known = CONFIGS[config]
     wanted = case.found(known)
     close(wanted, case.wanted())
-    for first, second in (("columns", "columns"), ("tiles", "columns")):
-        found = case.found({**known, "first": {**known["first"], "ORDER": first},
-                            "second": {**known["second"], "ORDER": second}})
-        assert torch.equal(found, wanted)
+    for first, second in (("columns", "columns"), ("tiles", "columns"), ("filled", "filled"), ("filled", "columns")):
+        for each in (1, 2):
+            found = case.found({**known, "first": {**known["first"], "ORDER": first, "ROUND": each},
+                                "second": {**known["second"], "ORDER": second, "ROUND": each}})
+            assert torch.equal(found, wanted)
+
+
+def test_nothing_to_do_in_any_order() -> None:
+    case = Case(3, 2, 4, 128, 128, seed=1)
+    case.ids.fill_(-1)
+    for order in ("tiles", "columns", "filled"):
+        each = {**EACH, "ORDER": order}
+        assert not case.found({**FUSED, "first": each, "second": each}).any()
 
 
 @pytest.mark.parametrize(("tokens", "rows", "columns"), [
-    (128, 16, ()), (191, 16, ()), (192, 16, ("second",)), (383, 16, ("second",)), (384, 32, ("first", "second")),
-    (639, 32, ("first", "second")), (640, 32, ("second",)), (895, 32, ("second",)), (1023, 32, ("second",))])
+    (1, 16, ()), (8, 16, ()), (20, 16, ()), (32, 16, ("second",)), (191, 16, ("second",)), (192, 16, ("second",)),
+    (383, 16, ("second",)), (384, 32, ("first", "second")), (639, 32, ("first", "second")), (640, 32, ("second",)),
+    (895, 32, ("second",)), (1023, 32, ("second",))])
 def test_the_table_of_v3(tokens: int, rows: int, columns: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which of its products have columns side by side, and by tiles of how many rows; decoding steps have none."""
+    """Which of its products have columns side by side, and by tiles of how many rows; whose gates and ups read two
+    groups of the depth at a time."""
     monkeypatch.setattr(tuned, "device_name", lambda: "NVIDIA_H200")
     monkeypatch.setattr(tuned, "triton_version", lambda: "3.6")
     found = moe_gemm_fp8.config_for.__wrapped__(tokens, 9, 257, 2048, 7168)
     assert found["BLOCK_M"] == rows
     assert tuple(part for part in ("first", "second") if found[part].get("ORDER") == "columns") == columns
+    assert (found["first"].get("ORDER"), found["first"].get("ROUND", 1)) == (("filled", 2) if 8 <= tokens < 192 else
+                                                                             (found["first"].get("ORDER"), 1))
+    assert found["second"].get("ROUND", 1) == 1
 
 
 def test_experts_elsewhere_count_for_nothing() -> None:

@@ -14,8 +14,9 @@ from glowplug.kernels.triton import fp8_quant, moe_gemm_fp8, route
 x, fp8, fp32, ints = "*bf16", "*fp8e4nv", "*fp32", "*i32"
 of_experts = dict(x=fp8, x_scales=fp32, weight=fp8, stored=fp8, w_scales=fp32, values=fp8, scales=fp32, out=x,
                   routed=fp32, pairs=ints, experts=ints, filled=ints)
-for order, rows in (("tiles", 16), ("columns", 16), ("columns", 32)):
-    same = dict(BLOCK_M=rows, SWAP=True, TMA=False, EVEN=True, ALIGNED=True, ORDER=order, DEPENDENT=True)
+for order, rows in (("tiles", 16), ("columns", 16), ("columns", 32), ("filled", 16)):
+    same = dict(BLOCK_M=rows, SWAP=True, TMA=False, EVEN=True, ALIGNED=True, ORDER=order, DEPENDENT=True,
+                ROUND=2 if order == "filled" else 1)
     build(moe_gemm_fp8._gated, of_experts, dict(PER_TOKEN=9, **same))
     build(moe_gemm_fp8._product, of_experts, dict(PER_TOKEN=1, WEIGHTED=True, BLOCK_N=128, FETCH=4, **same))
 for groups in (1, 16):
@@ -30,4 +31,4 @@ build(route._choose_each, dict(logits=fp32, bias=fp32, weights=fp32, ids=ints, s
 @pytest.mark.slow
 def test_they_compile_for_hopper() -> None:
     assert uninterpreted.printed("-c", SCRIPT).split() == [
-        *["_gated", "_product"] * 3, *["_silu_and_mul_pairs"] * 2, "_choose_each"]
+        *["_gated", "_product"] * 4, *["_silu_and_mul_pairs"] * 2, "_choose_each"]
