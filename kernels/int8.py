@@ -52,7 +52,8 @@ def scaled_mm(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor
 
     Sums are exact (int32, or float64 on devices without such a product) and scaled once.
     """
-    if x.is_cpu and x.numel() and weight.numel():
+    # NOTE: torch 2.13's integer product reads past a transposed weight of depth 1 on some processors.
+    if x.is_cpu and x.numel() and weight.numel() and x.shape[1] > 1:
         total = torch._int_mm(x, weight.t()).float()
     else:
         total = (x.double() @ weight.double().t()).float()

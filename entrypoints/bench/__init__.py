@@ -17,6 +17,7 @@ COMMANDS = {
     "soak": ("soak", "mixed requests for a long time, in this process: no error, no growth, every page back"),
     "table": ("table", "a result table from the lines that `serving` wrote"),
     "peers": ("peers", "our results beside other engines', with ratios and the floor"),
+    "versus": ("versus", "this engine, SGLang and vLLM measured on one checkpoint in one go, beside the floor"),
     "single-query": ("single_query", "one query under every mixture of radix cache, NextN, EP-MoE and DP attention"),
     "compare-transformers": ("compare", "this engine against transformers' generate, in one run"),
 }

@@ -26,7 +26,7 @@ class LocalServer:
 
     def __init__(self, config: dict[str, Any], *, threads: int | None = None, timeout: float = 300.0) -> None:
         self.config, self.threads, self.timeout = config, threads, timeout
-        self.port = _free_port()
+        self.port = free_port()
         self.base_url = f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> LocalServer:
@@ -77,7 +77,8 @@ class LocalServer:
         self._folder.cleanup()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Of this host, one that nobody listens on just now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

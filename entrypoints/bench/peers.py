@@ -22,8 +22,8 @@ import orjson
 from glowplug.core.errors import GlowplugError
 from glowplug.entrypoints.bench import report
 from glowplug.entrypoints.bench.floor import known_card
+from glowplug.entrypoints.bench.peer_engines import OURS
 
-OURS = "glowplug"
 BESIDE = ("offline", "times_best_peer", "floor", "share_of_floor", "share_of_offline")  #: columns behind the engines'
 LOG_LINE = re.compile(r"batch (\d+): prefill ([\d.]+) ms \(([\d.]+) tokens/s\), decode step ([\d.]+) ms")
 
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         engines = {OURS: points(args.ours)}
         if args.floor_model:
-            engines[OURS] = with_floors(engines[OURS], args)
+            engines[OURS] = with_floors(engines[OURS], args.ours, args.floor_model, args.floor_card)
         for given in args.peer:
             name, equals, file = given.partition("=")
             if not equals or not name:
@@ -135,15 +135,15 @@ def merged(one: Points, other: Points) -> Points:
     return found
 
 
-def with_floors(ours: Points, args: argparse.Namespace) -> Points:
-    """``ours`` with the floors of its serving points. ValueError for an unknown card."""
+def with_floors(ours: Points, path: Path, model_path: str, card_name: str) -> Points:
+    """``ours``, read from ``path``, with the floors of its serving points. ValueError for an unknown card."""
     from glowplug.core.plugins import load_plugins
 
-    card = known_card(args.floor_card)
+    card = known_card(card_name)
     if card is None:
-        raise ValueError(f"--floor-card {args.floor_card}: its bandwidth and matrix rate have not been measured")
-    model = load_plugins().read_model(str(args.floor_model)).facts
-    line = _records(args.ours)[0]
+        raise ValueError(f"--floor-card {card_name}: its bandwidth and matrix rate have not been measured")
+    model = load_plugins().read_model(model_path).facts
+    line = _records(path)[0]
     prompt, output = int(line["random_input_len"]), int(line["random_output_len"])
     return {at: values | {f"floor_{key}": floor for key, floor in card.served(model, at, prompt, output).items()}
             for at, values in ours.items()}

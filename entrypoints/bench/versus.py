@@ -1,0 +1,216 @@
+"""``glowplug bench versus``: this engine and its peers on one checkpoint and one device, in one go, beside the floor.
+
+Static batches (prefill and decode steps) first, then servers under load with ``--serving``, each engine by itself in
+its turn. With ``--together`` all load at once, so that a comparison takes the time of the slowest start; memory has to
+suffice for all of them, which is the caller's to say (``--options``). Writes tables, records and every engine's log.
+"""
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+from glowplug.core.errors import GlowplugError
+from glowplug.entrypoints.bench import peers, report
+from glowplug.entrypoints.bench.conditions import conditions
+from glowplug.entrypoints.bench.local_server import free_port
+from glowplug.entrypoints.bench.one_batch import MIN_CONTEXT, positions
+from glowplug.entrypoints.bench.peer_engines import (
+    ENGINES,
+    OURS,
+    PeerEngine,
+    ServedRun,
+    StaticRun,
+    interpreters,
+    version,
+)
+from glowplug.entrypoints.bench.turns import Loaded, Turn, answers, in_turns
+
+WARM_PROMPTS, WARM_TOKENS = 64, 16  #: of the pass over a server that does not count
+KINDS = ("static", "serving")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engines")
+    group.add_argument("--model", required=True, help="a checkpoint's folder, which all of them read")
+    group.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON",
+                       help="sglang or vllm, and the interpreter that has it (or a script that starts one)")
+    group.add_argument("--options", action="append", default=[], metavar="NAME[.KIND]=WORDS",
+                       help="further options of an engine, ours too; KIND: of its static or its serving run alone")
+    group.add_argument("--together", action="store_true",
+                       help="load all engines at once, then measure one after another while the others are stopped")
+    group.add_argument("--timeout", type=float, default=1800.0,
+                       help="seconds for an engine to load, and as many to be measured")
+    group = parser.add_argument_group("static batches")
+    group.add_argument("--batch-size", type=int, nargs="*", default=[1, 8, 32, 128], help="without a value: none")
+    group.add_argument("--input-len", type=int, default=1024, help="prompt tokens, of serving too")
+    group.add_argument("--output-len", type=int, default=64, help="tokens to generate")
+    group.add_argument("--repeat", type=int, default=3, help="measured runs of each")
+    group = parser.add_argument_group("serving")
+    group.add_argument("--serving", type=int, nargs="*", default=[], metavar="CONCURRENCY", help="e.g. 1 32 256")
+    group.add_argument("--num-prompts", type=int, nargs="+", default=None, help="of each; default: four times as many")
+    group.add_argument("--serving-output-len", type=int, default=256, help="tokens to generate, of each request")
+    group.add_argument("--offline", action="store_true", help="our offline engine's throughput on the same load, too")
+    parser.add_argument("--floor-card", default="H200", metavar="NAME", help="the card, for serving's floors")
+    parser.add_argument("--output-dir", type=Path, default=Path("versus"), help="records, tables and logs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 0; 1 when an engine failed, whose log's end is shown; 2 when the comparison cannot begin."""
+    try:
+        engines = interpreters(args.peer)
+        options = _options(args.options)
+        versions = {name: version(ENGINES[name], python) for name, python in engines.items()}
+        if not args.batch_size and not args.serving:
+            raise ValueError("nothing to measure: --batch-size or --serving")
+        if min(*args.batch_size, *args.serving, args.input_len, args.output_len, args.repeat, 1) < 1:
+            raise ValueError("sizes, lengths and repetitions are at least 1")
+        if args.serving and len(args.num_prompts or args.serving) != len(args.serving):
+            raise ValueError("--num-prompts has one value for each of --serving")
+        context = min(positions(args.model, []), max(MIN_CONTEXT, args.input_len + args.serving_output_len))
+    except (GlowplugError, ValueError) as error:
+        print(f"glowplug bench versus: {error}", file=sys.stderr)
+        return 2
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    comparison = Comparison(args, engines, options, versions, context)
+    try:
+        if args.batch_size:
+            comparison.static()
+        if args.serving:
+            comparison.serve()
+    except (RuntimeError, OSError, ValueError, KeyError, GlowplugError) as error:
+        print(f"glowplug bench versus: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _options(given: list[str]) -> dict[tuple[str, str], list[str]]:
+    """(engine, kind) -> words. ValueError for an engine or a kind that is not known."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for pair in given:
+        target, equals, words = pair.partition("=")
+        name, _, kind = target.partition(".")
+        if not equals or name not in ENGINES or kind not in ("", *KINDS):
+            raise ValueError(f"--options {pair}: expected NAME=WORDS or NAME.KIND=WORDS, of {', '.join(ENGINES)} and "
+                             f"{', '.join(KINDS)}")
+        for one in (kind,) if kind else KINDS:
+            found.setdefault((name, one), []).extend(shlex.split(words))
+    return found
+
+
+def _says(mark: str, log: str) -> bool:
+    return mark in log
+
+
+def _answers(url: str, log: str) -> bool:
+    return answers(url)
+
+
+class Comparison:
+    """One run of the command: how the engines are started, and where their figures go."""
+
+    def __init__(self, args: argparse.Namespace, engines: Mapping[str, str],
+                 options: Mapping[tuple[str, str], list[str]], versions: Mapping[str, str], context: int) -> None:
+        self._args, self._engines, self._options, self._versions = args, engines, options, versions
+        self._folder: Path = args.output_dir
+        self._context = context  #: longest sequence that servers are started for
+        self._commands: dict[str, str] = {}
+
+    # ---- static batches ---------------------------------------------------------------------------------------------
+
+    def static(self) -> None:
+        args, files, starts = self._args, {}, []
+        for name in self._engines:
+            engine, result = ENGINES[name], self._folder / f"static-{name}.json"
+            result.unlink(missing_ok=True)  # a tool may add to what is there
+            shapes = StaticRun(args.model, tuple(args.batch_size), args.input_len, args.output_len, args.repeat, result)
+            files[name] = self._log("static", name) if engine.in_log else result
+            starts.append(self._start(engine, "static", engine.static(shapes), partial(_says, engine.mark)))
+        with closing(in_turns(starts, args.together, args.timeout)) as turns:
+            for turn in turns:
+                turn.finish(args.timeout)
+        self._write("static", {name: peers.points(path) for name, path in files.items()}, files[OURS])
+
+    # ---- serving ----------------------------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        args, ports, starts = self._args, {}, []
+        files = {name: self._folder / f"serving-{name}.jsonl" for name in self._engines}
+        for name in self._engines:
+            engine, port = ENGINES[name], free_port()
+            ports[name] = port
+            files[name].unlink(missing_ok=True)
+            served = ServedRun(args.model, port, max(args.serving), self._context)
+            url = f"http://127.0.0.1:{port}{engine.ready}"
+            starts.append(self._start(engine, "serving", engine.server(served), partial(_answers, url)))
+        with closing(in_turns(starts, args.together, args.timeout)) as turns:
+            for turn in turns:
+                self._load_on(ENGINES[turn.name], ports[turn.name], files[turn.name])
+        ours = peers.with_floors(peers.points(files[OURS]), files[OURS], args.model, args.floor_card)
+        found = {OURS: ours, **{name: peers.points(path) for name, path in files.items() if name != OURS}}
+        self._write("serving", found, files[OURS], offline=self._offline() if args.offline else None)
+
+    def _load_on(self, engine: PeerEngine, port: int, result: Path) -> None:
+        """A pass that does not count, then all concurrencies."""
+        args = self._args
+        counts = args.num_prompts or [4 * level for level in args.serving]
+        passes = ((["--num-prompts", str(WARM_PROMPTS), "--max-concurrency", str(WARM_PROMPTS)], WARM_TOKENS),
+                  (["--num-prompts", *map(str, counts), "--max-concurrency", *map(str, args.serving),
+                    "--output-file", str(result)], args.serving_output_len))
+        for words, tokens in passes:
+            self._ours(["serving", "--backend", engine.backend, "--base-url", f"http://127.0.0.1:{port}",
+                        "--random-input-len", str(args.input_len), "--random-output-len", str(tokens),
+                        "--random-range-ratio", "1", "--disable-tqdm", *words], f"load-{engine.name}")
+
+    def _offline(self) -> Path:
+        args, result = self._args, self._folder / "offline-glowplug.jsonl"
+        result.unlink(missing_ok=True)
+        count = (args.num_prompts or [4 * max(args.serving)])[-1]
+        self._ours(["offline", "--model", args.model, "--num-prompts", str(count), "--input-len", str(args.input_len),
+                    "--output-len", str(args.serving_output_len), "--context-length", str(self._context),
+                    "--max-running-requests", str(max(args.serving)), "--output-file", str(result),
+                    *self._options.get((OURS, "serving"), [])], "offline")
+        return result
+
+    def _ours(self, words: list[str], name: str) -> None:
+        """One of our own bench commands. RuntimeError with the end of its log where it fails."""
+        log = self._folder / f"{name}.log"
+        with log.open("ab") as output:
+            done = subprocess.run([sys.executable, "-m", "glowplug", "bench", *words], stdout=output,
+                                  stderr=subprocess.STDOUT, timeout=self._args.timeout, check=False)
+        if done.returncode:
+            raise RuntimeError(f"bench {words[0]} ended with {done.returncode}:\n{log.read_text()[-3000:]}")
+
+    # ---- engines in turns -------------------------------------------------------------------------------------------
+
+    def _start(self, engine: PeerEngine, kind: str, words: list[str], loaded: Loaded) -> Callable[[], Turn]:
+        """What starts this run of an engine; its command is noted for the record."""
+        command = [self._engines[engine.name], *words, *self._options.get((engine.name, kind), [])]
+        self._commands[f"{engine.name}, {kind}"] = shlex.join(command)
+        return partial(Turn, engine.name, command, self._log(kind, engine.name), engine.environment, loaded)
+
+    def _log(self, kind: str, name: str) -> Path:
+        return self._folder / f"{kind}-{name}.log"
+
+    # ---- results ----------------------------------------------------------------------------------------------------
+
+    def _write(self, kind: str, engines: Mapping[str, peers.Points], ours: Path, offline: Path | None = None) -> None:
+        found = peers.comparison(engines)
+        if offline is not None:
+            found |= peers.beside_offline(engines[OURS], offline)
+        tables = peers.markdown(found, list(engines))
+        print(tables, flush=True)
+        (self._folder / f"{kind}.md").write_text(tables + "\n", encoding="utf-8")
+        order = ("all loaded side by side, then each measured alone while the others were stopped: "
+                 if self._args.together else "one after another: ") + ", ".join(engines)
+        import torch  # by now no engine runs that the device's memory could be missing for
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        said = {**conditions(device), **peers.header(ours), "versions": dict(self._versions), "order": order,
+                "commands": {name: text for name, text in self._commands.items() if name.endswith(kind)}}
+        report.write_json(self._folder / f"{kind}.json", {"conditions": said, "tables": found})

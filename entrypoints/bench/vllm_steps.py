@@ -1,0 +1,90 @@
+"""Prefill and decode-step times of vLLM's offline engine; runs in vLLM's interpreter and imports nothing of ours.
+
+    python vllm_steps.py MODEL --batch-size 1 8 --input-len 1024 --output-len 64 [--engine '{"enforce_eager": true}']
+
+A decode step is the median time between the ends of two of the engine's steps in which every sequence gets one token,
+the first eight left out; prefill the median time of a run that asks for one token. Prints a line a batch size, as
+``glowplug bench peers`` reads it.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # so that the engine's step is a call of this process
+SETTLING = 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--batch-size", type=int, nargs="+", required=True)
+    parser.add_argument("--input-len", type=int, required=True)
+    parser.add_argument("--output-len", type=int, required=True)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="further arguments of vllm.LLM")
+    args = parser.parse_args()
+    from vllm import LLM
+
+    sizes = sorted(set(args.batch_size))
+    settings = {"max_model_len": max(4096, args.input_len + args.output_len + 1), "enable_prefix_caching": False,
+                "max_num_seqs": max(sizes), "max_num_batched_tokens": 16384, "seed": 0, **args.engine}
+    llm = LLM(model=args.model, **settings)
+    print("loaded", flush=True)
+    for batch in sizes:
+        measure(llm, args, batch)
+
+
+def measure(llm: Any, args: argparse.Namespace, batch: int) -> None:
+    """One line of figures for one batch size."""
+    rng = random.Random(batch)
+    ends: list[float] = []
+    step = llm.llm_engine.step
+
+    def timed_step(*given: Any, **named: Any) -> Any:
+        outputs = step(*given, **named)
+        ends.append(time.perf_counter())
+        return outputs
+
+    llm.llm_engine.step = timed_step
+    try:
+        generate(llm, rng, batch, args.input_len, min(args.output_len, 8))
+        prefills: list[float] = []
+        steps: list[float] = []
+        for _ in range(args.repeat):
+            prefills.append(generate(llm, rng, batch, args.input_len, 1))
+            ends.clear()
+            generate(llm, rng, batch, args.input_len, args.output_len)
+            steps += decode_steps(ends, args.output_len)
+    finally:
+        llm.llm_engine.step = step
+    prefill, decode = statistics.median(prefills), statistics.median(steps)
+    print(f"batch {batch}: prefill {prefill * 1e3:.1f} ms ({batch * args.input_len / prefill:.0f} tokens/s), "
+          f"decode step {decode * 1e3:.3f} ms ({batch / decode:.0f} tokens/s)", flush=True)
+
+
+def generate(llm: Any, rng: random.Random, batch: int, length: int, tokens: int) -> float:
+    """Seconds for ``tokens`` tokens of each of ``batch`` new prompts."""
+    from vllm import SamplingParams
+
+    prompts = [{"prompt_token_ids": [rng.randrange(10, 100_000) for _ in range(length)]} for _ in range(batch)]
+    params = SamplingParams(temperature=0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False)
+    start = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    return time.perf_counter() - start
+
+
+def decode_steps(ends: Sequence[float], tokens: int) -> list[float]:
+    """Times between the last steps of a run, by the times at which they ended; prompts may have taken several."""
+    times = [after - before for before, after in zip(ends, ends[1:])]
+    return times[-max(1, tokens - 1 - SETTLING):]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""``glowplug bench versus`` over peers that stand in: their tools' command lines, outputs and turns are checked."""
+from __future__ import annotations
+
+import json
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from glowplug.entrypoints.bench.peer_engines import ENGINES, ServedRun, StaticRun, interpreters
+from glowplug.entrypoints.bench.turns import Turn, in_turns
+from glowplug.entrypoints.cli import main
+from tests.source_tree import ROOT
+
+#: stands in for an interpreter that has SGLang: its tools' options, what they print and write, and when they worked
+SGLANG = """#!{python}
+import json, os, runpy, sys, time
+words = sys.argv[1:]
+if words[0] == "-c":
+    print("version 0.0.1")
+elif words[1] == "sglang.bench_one_batch":
+    import argparse
+    parser = argparse.ArgumentParser()
+    for name in ("--model-path", "--result-filename", "--mem-fraction-static"):
+        parser.add_argument(name)
+    for name in ("--batch-size", "--input-len", "--output-len", "--cuda-graph-bs", "--piecewise-cuda-graph-tokens"):
+        parser.add_argument(name, type=int, nargs="+")
+    args = parser.parse_args(words[2:])
+    print("Warmup ...")
+    with open({trace!r}, "a") as trace:
+        for number, batch in enumerate(args.batch_size):
+            for _ in range(10):
+                time.sleep(0.02)
+                trace.write(f"sglang {{time.time()}}\\n")
+            with open(args.result_filename, "a") as file:
+                file.write(json.dumps({{"batch_size": batch, "input_len": args.input_len[0], "median_decode_latency":
+                                       (0.004 if number % 2 else 0.008), "prefill_throughput": 50.0 * batch}}) + "\\n")
+elif words[1] == "sglang.launch_server":
+    port = words[words.index("--port") + 1]
+    sys.argv = ["glowplug", "serve", "--model", "embedded", "--port", port, "--max-running-requests", "4"]
+    runpy.run_module("glowplug", run_name="__main__")
+"""
+
+VLLM = """
+import time
+class SamplingParams:
+    def __init__(self, **given):
+        self.tokens = given["max_tokens"]
+class Engine:
+    def step(self):
+        time.sleep(0.03 if self.first else 0.01)
+        self.first = False
+        with open({trace!r}, "a") as trace:
+            trace.write(f"vllm {{time.time()}}\\n")
+class LLM:
+    def __init__(self, model, **settings):
+        assert settings["max_num_seqs"] == 2 and settings["enforce_eager"] and settings["seed"] == 0
+        self.llm_engine = Engine()
+    def generate(self, prompts, params, use_tqdm):
+        assert all(len(prompt["prompt_token_ids"]) == 12 for prompt in prompts)
+        self.llm_engine.first = True
+        for _ in range(params.tokens):
+            self.llm_engine.step()
+"""
+
+
+@pytest.fixture
+def peers(tmp_path: Path) -> dict[str, Path]:
+    """Interpreters of the stand-ins, and the file in which they note when they worked."""
+    trace, site = tmp_path / "trace", tmp_path / "site"
+    (site / "vllm").mkdir(parents=True)
+    (site / "vllm" / "__init__.py").write_text(VLLM.format(trace=str(trace)))
+    (site / "vllm-0.0.2.dist-info").mkdir()
+    (site / "vllm-0.0.2.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.0.2\n")
+    sglang, vllm = tmp_path / "sglang", tmp_path / "vllm"
+    sglang.write_text(SGLANG.format(python=sys.executable, trace=str(trace)))
+    vllm.write_text(f'#!/bin/sh\nPYTHONPATH="{site}" exec {sys.executable} "$@"\n')
+    for script in (sglang, vllm):
+        script.chmod(0o755)
+    return {"sglang": sglang, "vllm": vllm, "trace": trace}
+
+
+def test_static_batches_side_by_side(peers: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    out = tmp_path / "out"
+    status = main(["bench", "versus", "--model", "embedded", "--batch-size", "1", "2", "--input-len", "12",
+                   "--output-len", "20", "--repeat", "1", "--peer", f"sglang={peers['sglang']}",
+                   "--peer", f"vllm={peers['vllm']}", "--together", "--output-dir", str(out),
+                   "--options", "glowplug=--device cpu", "--options", "sglang.static=--mem-fraction-static 0.5",
+                   "--options", "vllm.static=--engine '{\"enforce_eager\": true}'"])
+    said = capsys.readouterr()
+    assert status == 0, said.err
+    record = json.loads((out / "static.json").read_text())
+    steps = record["tables"]["decode step, ms"]
+    assert [row["point"] for row in steps] == [1, 2]
+    for row in steps:
+        assert row["sglang"] == 4.0  # the second of two runs of a shape
+        assert 10 <= row["vllm"] < 20 and row["glowplug"] > 0  # without the first, longer step of its prompt
+        assert row["times_best_peer"] == pytest.approx(4.0 / row["glowplug"])
+    assert record["conditions"]["versions"] == {"glowplug": "0.1.0", "sglang": "0.0.1", "vllm": "0.0.2"}
+    assert "--mem-fraction-static 0.5" in record["conditions"]["commands"]["sglang, static"]
+    assert record["conditions"]["order"].startswith("all loaded side by side")
+    assert (out / "static.md").read_text().strip() in said.out
+    lines = [line.split() for line in peers["trace"].read_text().splitlines()]
+    late = [name for index, (name, _) in enumerate(lines)  # without what was done before it was stopped
+            if all(float(after) - float(before) < 0.9 for (_, before), (_, after) in pairwise(lines[index:]))]
+    assert set(late) == {"sglang", "vllm"}
+    assert late == sorted(late), "while one was measured the other stood still"
+
+
+def test_servers_one_after_another(peers: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    out = tmp_path / "out"
+    status = main(["bench", "versus", "--model", "embedded", "--batch-size", "--serving", "1", "2",
+                   "--num-prompts", "2", "4", "--input-len", "8", "--serving-output-len", "6",
+                   "--peer", f"sglang={peers['sglang']}",
+                   "--options", "glowplug=--device cpu", "--offline", "--output-dir", str(out)])
+    said = capsys.readouterr()
+    assert status == 0, said.err
+    record = json.loads((out / "serving.json").read_text())
+    rates = record["tables"]["serving, output tokens/s"]
+    assert [row["point"] for row in rates] == [1, 2] and all(row["glowplug"] and row["sglang"] for row in rates)
+    assert all(0 < row["share_of_floor"] < 1 for row in rates)
+    assert record["tables"]["serving beside the offline engine, output tokens/s"][0]["share_of_offline"] > 0
+    assert record["conditions"]["requests"] == {"1": 2, "2": 4} and not (out / "static.json").exists()
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--peer", "tgi=/usr/bin/python3"], "expected NAME=PYTHON, each of sglang, vllm once"),
+    (["--peer", "vllm=/nowhere/python"], "No such file or directory"),
+    (["--peer", f"sglang={sys.executable}"], "sglang is not installed there"),
+    (["--options", "vllm.speed=--fast"], "expected NAME=WORDS or NAME.KIND=WORDS"),
+    (["--model", "/nowhere"], "/nowhere"),
+    (["--batch-size"], "nothing to measure"),
+    (["--batch-size", "0"], "at least 1"),
+    (["--serving", "1", "8", "--num-prompts", "4"], "one value for each of --serving"),
+])
+def test_what_cannot_be_compared_is_refused(words: list[str], said: str, tmp_path: Path,
+                                            capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "versus", "--model", "embedded", "--output-dir", str(tmp_path / "out"), *words]) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_an_engine_that_fails_ends_the_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    peer = tmp_path / "sglang"
+    peer.write_text('#!/bin/sh\n[ "$1" = -c ] && echo version 1 && exit\necho out of memory; exit 3\n')
+    peer.chmod(0o755)
+    assert main(["bench", "versus", "--model", "embedded", "--peer", f"sglang={peer}", "--batch-size", "1",
+                 "--together", "--output-dir", str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err
+    assert "sglang ended with 3 while it was loading" in error and "out of memory" in error
+
+
+def looping(tmp_path: Path, name: str) -> Turn:
+    code = ("import pathlib, subprocess, sys, time\nprint('ready')\n"  # with a child of its own
+            "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+            f"print(child.pid)\nwhile True:\n    pathlib.Path({str(tmp_path / name)!r}).write_text(str(time.time()))\n"
+            "    time.sleep(0.01)")
+    return Turn(name, [sys.executable, "-c", code], tmp_path / f"{name}.log", {}, lambda log: log.count("\n") >= 2)
+
+
+def test_programs_stand_still_until_their_turn_and_leave_nothing(tmp_path: Path) -> None:
+    import psutil
+
+    moved = {}
+    turns = in_turns([lambda name=name: looping(tmp_path, name) for name in ("one", "two")], True, 60)
+    for turn in turns:
+        other = {"one": "two", "two": "one"}[turn.name]
+        before = (tmp_path / other).read_text()
+        time.sleep(0.3)
+        age = time.time() - (tmp_path / turn.name).stat().st_mtime
+        moved[turn.name] = ((tmp_path / other).read_text() == before, age)
+    assert all(still and age < 0.2 for still, age in moved.values()), moved
+    children = [int((tmp_path / f"{name}.log").read_text().split()[1]) for name in ("one", "two")]
+    assert not any(psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE
+                   for child in children)
+
+
+def test_a_program_that_does_not_load_is_named(tmp_path: Path) -> None:
+    never = in_turns([lambda: Turn("late", [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log", {},
+                                   lambda log: False)], False, 0.5)
+    with pytest.raises(RuntimeError, match="not loaded after 0.5 s: late"):
+        next(never)
+
+
+def test_command_lines_name_the_shapes() -> None:
+    run = StaticRun("/m", (1, 8), 512, 64, 3, Path("/out/x.json"))
+    words = {name: engine.static(run) for name, engine in ENGINES.items()}
+    assert words["sglang"][words["sglang"].index("--batch-size") + 1:][:4] == ["1", "1", "8", "8"]
+    assert all("512" in found and "64" in found for found in words.values())
+    served = ServedRun("/m", 31000, 256, 4096)
+    assert all({"31000", "256", "4096", "/m"} <= set(engine.server(served)) for engine in ENGINES.values())
+    assert list(interpreters(["vllm=/x/python"])) == ["glowplug", "vllm"]
