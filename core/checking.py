@@ -55,7 +55,7 @@ def refuse(draft: Draft, slot: str, chosen: Chosen, reason: str, fix: str, field
 def instead(draft: Draft, slot: str, fits: Callable[[Any], bool], otherwise: str) -> str:
     """A fix that names the components that would do, or ``otherwise`` when none would."""
     section = BY_NAME[slot].section or slot
-    names = suggestions(draft, slot, fits)
+    names = [] if draft.trying else suggestions(draft, slot, fits)
     return f"{section}.use = " + " or ".join(f'"{name}"' for name in names) if names else otherwise
 
 

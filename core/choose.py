@@ -4,6 +4,7 @@ Each choice is a Decision with its reason; nothing overrides an explicit value. 
 """
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from pydantic import ValidationError
@@ -147,9 +148,15 @@ def _take_many(draft: Draft, slot: Slot, asked: tuple[Options, ...]) -> bool:
         draft.refusals.append(Refusal("choose", slot.section, f"the default {slot.default!r} is not registered",
                                       f"write a [[{slot.section}]] section, or do not block its plugin"))
         return True
-    _put(draft, slot, slot.default, found.component.options.model_validate({"use": slot.default}))
+    _put(draft, slot, slot.default, defaults(found.component.options, slot.default))
     draft.decide(f"{slot.section}.0.use", slot.default, "default", found.component.summary)
     return True
+
+
+@cache
+def defaults(options: type[Options], name: str) -> Options:
+    """A component's options where the operator gave it none."""
+    return options.model_validate({"use": name})
 
 
 def _put(draft: Draft, slot: Slot, name: str, options: Options) -> None:
@@ -170,35 +177,39 @@ def _contributed(draft: Draft, slot: Slot) -> str:
 
 
 def _pick(draft: Draft, slot: Slot) -> None:
-    """The first candidate of an ``auto`` slot that no check refuses; one that was contributed goes first."""
+    """The first candidate of an ``auto`` slot that no check refuses; one that was contributed goes first.
+
+    Candidates for other models are not tried where there are any for this one.
+    """
     asked = draft.config.section(slot)[0]
     given = asked.model_dump(mode="json", include=asked.model_fields_set - {"use"})
-    failed: list[Refusal] = []
-    foreign: list[Refusal] = []
-    reasons: list[str] = []
     kind, wanted = draft.facts.model.kind, _contributed(draft, slot)
-    for found in sorted(draft.plugins.components(slot.name), key=lambda found: found.component.name != wanted):
-        refusal = _try(draft, slot, found, given)
+    found = sorted(draft.plugins.components(slot.name), key=lambda found: found.component.name != wanted)
+    candidates = [one for one in found if kind in getattr(one.component.offers, "kinds", {kind})] or found
+    reasons: list[str] = []
+    draft.trying = True
+    for candidate in candidates:
+        refusal = _try(draft, slot, candidate, given)
         if refusal is None:
-            source = draft.source(f"{slot.section}.use") if found.component.name == wanted else None
-            by, why = source or ("auto", _why(found, reasons))
-            draft.decide(f"{slot.section}.use", found.component.name, by, why)
+            source = draft.source(f"{slot.section}.use") if candidate.component.name == wanted else None
+            by, why = source or ("auto", _why(candidate, reasons))
+            draft.decide(f"{slot.section}.use", candidate.component.name, by, why)
             draft.picked.add(slot.name)
-            return
-        if kind in getattr(found.component.offers, "kinds", {kind}):
-            reasons.append(refusal.reason)
-            failed.append(refusal)
-        else:
-            foreign.append(refusal)  # for other models
-    draft.chosen[slot.name] = ()
-    draft.refusals.append(_nothing_fits(slot, failed or foreign))
+            break
+        reasons.append(refusal.reason)
+    draft.trying = False
+    if slot.name not in draft.picked:
+        failed = [refusal for candidate in candidates if (refusal := _try(draft, slot, candidate, given))]
+        draft.chosen[slot.name] = ()
+        draft.refusals.append(_nothing_fits(slot, failed))
 
 
 def _try(draft: Draft, slot: Slot, found: Registration, given: dict[str, Any]) -> Refusal | None:
     """Put a candidate with the operator's common options into the slot; the first reason against it."""
     component = found.component
     try:
-        options = component.options.model_validate({**given, "use": component.name})
+        options = component.options.model_validate({**given, "use": component.name}) if given else (
+            defaults(component.options, component.name))
     except ValidationError as error:  # the candidate narrows an option that all have
         problem = error.errors(include_url=False)[0]
         key = str(problem["loc"][0])

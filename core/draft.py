@@ -31,6 +31,7 @@ class Draft:
         draft_elements: the same of the draft's own folder.
         picked: slots whose component was picked by the plan, so that device, dtype and packages are known to fit.
         focus: slot that is being chosen: the others' own place on the step's path need no second look.
+        trying: a candidate is tried, and nobody reads how what refuses it could be mended.
     """
 
     plugins: PluginSet
@@ -43,6 +44,7 @@ class Draft:
     values: dict[str, Any] = field(default_factory=dict)
     chosen: dict[str, tuple[Chosen, ...]] = field(default_factory=lambda: {slot.name: () for slot in SLOTS})
     focus: str = ""
+    trying: bool = False
     picked: set[str] = field(default_factory=set)
 
     @property

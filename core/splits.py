@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from glowplug.core.facts import ModelFacts
 from glowplug.core.mesh import axis_size, deal
@@ -16,8 +16,7 @@ from glowplug.core.parameters import is_moe_layer
 AXES = {"column": "tp", "vocab": "attn_tp", "heads": "attn_tp", "kv_heads": "attn_tp", "expert_width": "moe_tp"}
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(NamedTuple):
     """``full`` units of one dimension, each of ``unit`` elements, dealt to the ranks of ``axis``.
 
     Attributes:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.e2e.fake_engine import FakeExecutor
 from tests.e2e.serving import served
+from tests.pace import slowness, yardstick
 
 STREAMS, TOKENS = 64, 200
 
@@ -49,13 +50,15 @@ def test_twenty_thousand_tokens_a_second() -> None:
     with served(FakeExecutor(step_seconds=0.0005)) as one:
         asyncio.run(read_all(one.port, request))
         best = 1.0
+        paces = []
         for _ in range(10):  # neighbours on the machine slow some of them
+            paces.append(yardstick())
             start = one.loop_seconds()
             events = asyncio.run(read_all(one.port, request))
             best = min(best, (one.loop_seconds() - start) / (STREAMS * TOKENS))
-            if best < 50e-6:
+            if best < 50e-6 * slowness(paces):
                 break
     # role, every token, finish reason, [DONE]
     assert events == [TOKENS + 3] * STREAMS
     print(f"\n{best * 1e6:.1f} us of CPU a token: {1 / best:.0f} tokens/s on one core")
-    assert best < 50e-6
+    assert best < 50e-6 * slowness(paces), paces

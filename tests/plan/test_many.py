@@ -1,4 +1,4 @@
-"""Ten thousand combinations in under ten seconds of CPU time, without torch; every refusal complete."""
+"""Ten thousand combinations in under twenty seconds of CPU time, without torch; every refusal complete."""
 from __future__ import annotations
 
 import json
@@ -17,6 +17,7 @@ from glowplug.core.errors import PlanRefused
 from glowplug.core.machine import read_sheet
 from glowplug.core.plugins import load_plugins
 from glowplug.core.resolve import plan
+from tests.pace import slowness, yardstick
 
 axes = [json.loads(sys.argv[1]), ["auto", "auto", "torch_mla", "torch_mha"], ["auto", "auto", "bfloat16", "fp8_e4m3"],
         ["auto", "auto", "none", "block_fp8", "fp8"], ["auto", "float32", "float16"],
@@ -28,8 +29,10 @@ rng = random.Random(7)
 plugins, sheets = load_plugins(entry_points=False), {name: read_sheet(name) for name in axes[-1]}
 admitted = refused = several = 0
 incomplete = []
-started = time.process_time()
-for _ in range(10_000):
+paces, started = [], time.process_time()
+for number in range(10_000):
+    if number % 500 == 0:
+        paces.append(yardstick())
     (model, attention, kv, quantization, dtype, policy, cache, overlap, page, tp, ep, dp, drafts,
      sheet) = map(rng.choice, axes)
     config = {"model": model, "weights": {"use": "random"}, "dtype": dtype,
@@ -48,13 +51,14 @@ for _ in range(10_000):
         incomplete += [str(r) for r in error.refusals if not (r.by and r.field and r.reason and r.fix and r.origin)]
         said = [(r.field, r.reason) for r in error.refusals]
         incomplete += [f"{said} says something twice"] if len(set(said)) < len(said) else []
-print(json.dumps({"seconds": time.process_time() - started, "admitted": admitted, "refused": refused,
-                  "several ranks": several, "incomplete": incomplete, "torch": "torch" in sys.modules,
+print(json.dumps({"seconds": time.process_time() - started - sum(paces), "slowness": slowness(paces),
+                  "admitted": admitted, "refused": refused, "several ranks": several,
+                  "incomplete": incomplete, "torch": "torch" in sys.modules,
                   "of": math.prod(len(axis) for axis in axes)}))
 """
 
 
-#: process time of all of them: 1.3 ms each, with seven attention backends; a busy machine takes half more
+#: process time of all of them: 1.1 ms each, with seven attention backends
 MOST_SECONDS = 20
 
 
@@ -71,13 +75,13 @@ def test_ten_thousand_combinations(tmp_path: Path) -> None:
         done = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps([str(folder) for folder in folders]),
                                str(draft)],
                               text=True, capture_output=True, timeout=240, check=False,
-                              env={"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin"})
+                              env={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "PATH": "/usr/bin:/bin"})
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
-        if found["seconds"] < MOST_SECONDS:
+        if found["seconds"] < MOST_SECONDS * found["slowness"]:
             break
     print(found)
     assert found["admitted"] + found["refused"] == 10_000 <= found["of"]
     assert found["admitted"] > 300 and found["refused"] > 500 and found["several ranks"] > 200
     assert found["incomplete"] == [] and not found["torch"]
-    assert found["seconds"] < MOST_SECONDS, found
+    assert found["seconds"] < MOST_SECONDS * found["slowness"], found

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.pace import slowness, yardstick
 from tests.source_tree import ROOT, imported, name_of, sources
 
 #: package -> which of our packages it may import
@@ -108,14 +109,16 @@ def test_plan_zone_and_plugin_declarations_import_without_torch() -> None:
 @pytest.mark.timing
 def test_check_answers_in_under_a_second() -> None:
     command = [sys.executable, "-m", "glowplug", "check", "--model", "embedded"]
-    seconds = []
+    seconds: list[float] = []
+    paces: list[float] = []
     for _ in range(3):
+        paces.append(yardstick())
         start = time.perf_counter()
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False,
                               env={"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin"})
         seconds.append(time.perf_counter() - start)
         assert done.returncode == 0, done.stdout + done.stderr
-    assert min(seconds) < 1.0, seconds
+    assert min(seconds) < 1.0 * slowness(paces), (seconds, paces)
 
 
 def test_no_module_is_named_like_a_standard_one() -> None:
