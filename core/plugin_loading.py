@@ -92,12 +92,7 @@ def within(seconds: float, what: str, work: Callable[[], T]) -> T:
 def load(manager: pluggy.PluginManager, source: PluginSource, timeout: float) -> dict[str, list[Component]]:
     """Import and register one plugin; its components by slot name. On any failure nothing stays registered."""
     try:
-        plugin = within(timeout, source.label, lambda: _import(source))
-        if manager.get_name(plugin) is not None:
-            return {}  # the same module under a second name
-        manager.register(plugin, name=source.name)
-        _refuse_unknown_hooks(manager, plugin, source)
-        return within(timeout, source.label, lambda: _components(manager, plugin, source))
+        return within(timeout, source.label, lambda: _registered(manager, source))
     except PluginLoadError:
         _undo(manager, source)
         raise
@@ -107,6 +102,15 @@ def load(manager: pluggy.PluginManager, source: PluginSource, timeout: float) ->
             raise
         raise PluginLoadError(f"plugin {source.label} could not be loaded: {describe(error)}"
                               f"{_absent(source, error)}") from error
+
+
+def _registered(manager: pluggy.PluginManager, source: PluginSource) -> dict[str, list[Component]]:
+    plugin = _import(source)
+    if manager.get_name(plugin) is not None:
+        return {}  # the same module under a second name
+    manager.register(plugin, name=source.name)
+    _refuse_unknown_hooks(manager, plugin, source)
+    return _components(manager, plugin, source)
 
 
 def _absent(source: PluginSource, error: BaseException) -> str:

@@ -8,10 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from glowplug.core.collecting import settle_memory
+
 DRIVER = Path("/dev/nvidiactl")
 
 if not DRIVER.exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Full garbage collections from here on look at what tests make, not at six thousand of them each time."""
+    settle_memory()
 
 
 @pytest.fixture
