@@ -14,7 +14,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from glowplug.kernels.triton import dependent, tuned
-from glowplug.kernels.triton.h200 import MULTIPROCESSORS
 from glowplug.kernels.triton.tuned import Config
 
 MOST = 128  #: tokens
@@ -48,27 +47,26 @@ def _w_tile(weight, first, start, size, depth, BLOCK_N: tl.constexpr, BLOCK_K: t
 
 @triton.jit(do_not_specialize=["tokens"])
 def tiles_kernel(x, weight, stored, out, tokens, size, depth, x_stride, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr,
-                 BLOCK_K: tl.constexpr, TMA: tl.constexpr, FLAT: tl.constexpr, FETCH: tl.constexpr,
-                 EVEN: tl.constexpr, DEPENDENT: tl.constexpr):
-    """out float32 [tokens, size]; ``weight``: ``stored`` or its descriptor. ``FLAT``: the loops over tiles and depth
-    are one, so that loads run ahead across tiles. ``FETCH``: tiles of W to ask for before x is there."""
+                 BLOCK_K: tl.constexpr, TMA: tl.constexpr, FETCH: tl.constexpr, EVEN: tl.constexpr,
+                 DEPENDENT: tl.constexpr):
+    """out float32 [tokens, size], a program each ``BLOCK_N`` columns; ``weight``: ``stored`` or its descriptor.
+    ``FETCH``: tiles of W to ask for before x is there."""
     dependent.begin(DEPENDENT)
+    first = tl.program_id(0) * BLOCK_N
+    n = first + tl.arange(0, BLOCK_N)
     if DEPENDENT and FETCH:
-        row = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), size - 1).to(tl.int64)
+        row = tl.minimum(n, size - 1).to(tl.int64)
         column = tl.minimum(tl.arange(0, FETCH) * 64, depth - 1)
         dependent.fetch(stored + row[:, None] * depth + column[None, :])
     dependent.wait(DEPENDENT)
     token = tl.arange(0, TOKENS)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(size, BLOCK_N), tl.num_programs(0), flatten=FLAT):
-        first = tile * BLOCK_N
-        total = tl.zeros((BLOCK_N, TOKENS), tl.float32)
-        for start in range(0, depth, BLOCK_K):
-            values = _x_tile(x, token, tokens, start, depth, x_stride, BLOCK_K, EVEN)
-            held = _w_tile(weight, first, start, size, depth, BLOCK_N, BLOCK_K, TMA, EVEN)
-            total = tl.dot(held, values.T, total, input_precision="ieee")
-        n = first + tl.arange(0, BLOCK_N)
-        tl.store(out + token.to(tl.int64)[None, :] * size + n[:, None], total,
-                 mask=(token < tokens)[None, :] & (n < size)[:, None])
+    total = tl.zeros((BLOCK_N, TOKENS), tl.float32)
+    for start in range(0, depth, BLOCK_K):
+        values = _x_tile(x, token, tokens, start, depth, x_stride, BLOCK_K, EVEN)
+        held = _w_tile(weight, first, start, size, depth, BLOCK_N, BLOCK_K, TMA, EVEN)
+        total = tl.dot(held, values.T, total, input_precision="ieee")
+    tl.store(out + token.to(tl.int64)[None, :] * size + n[:, None], total,
+             mask=(token < tokens)[None, :] & (n < size)[:, None])
 
 
 @lru_cache(maxsize=4096)
@@ -76,8 +74,7 @@ def config_for(tokens: int, size: int, depth: int) -> Config | None:
     """How to multiply x [tokens, depth] by W [size, depth], as a table of this card has it for the nearest number of
     tokens; None: cuBLAS.
 
-    A configuration's "way" is "cublas" or "tiles" (BLOCK_N, BLOCK_K, TMA, FLAT, FETCH, programs a multiprocessor, 0:
-    one a tile, num_warps, num_stages).
+    A configuration's "way" is "cublas" or "tiles" (BLOCK_N, BLOCK_K, TMA, FETCH, num_warps, num_stages).
     """
     if not 0 < tokens <= MOST:
         return None
@@ -96,12 +93,10 @@ def multiply(x: Tensor, weight: Tensor, config: Config) -> Tensor:
     out = torch.empty(len(x), len(weight), dtype=torch.float32, device=x.device)
     (tokens, depth), size = x.shape, len(weight)
     block_n, block_k = config["BLOCK_N"], config["BLOCK_K"]
-    tiles = triton.cdiv(size, block_n)
-    programs = min(tiles, config["programs"] * MULTIPROCESSORS) if config["programs"] else tiles
     held = TensorDescriptor(weight, [size, depth], [depth, 1], [block_n, block_k]) if config["TMA"] else weight
-    tiles_kernel[(programs,)](
+    tiles_kernel[(triton.cdiv(size, block_n),)](
         x, held, weight, out, tokens, size, depth, x.stride(0), TOKENS=max(16, triton.next_power_of_2(tokens)),
-        BLOCK_N=block_n, BLOCK_K=block_k, TMA=config["TMA"], FLAT=config["FLAT"], FETCH=config["FETCH"],
-        EVEN=depth % block_k == 0, num_warps=config["num_warps"], num_stages=config["num_stages"],
+        BLOCK_N=block_n, BLOCK_K=block_k, TMA=config["TMA"], FETCH=config["FETCH"], EVEN=depth % block_k == 0,
+        num_warps=config["num_warps"], num_stages=config["num_stages"],
         **dependent.options())
     return out

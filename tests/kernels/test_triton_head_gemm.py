@@ -19,16 +19,15 @@ SCRIPT = """
 from tests.compiled import build
 from glowplug.kernels.triton import head_gemm as tiles
 
-for tma, flat, tokens in ((True, True, 32), (False, False, 128)):
+for tma, tokens in ((True, 32), (False, 128)):
     build(tiles.tiles_kernel, dict(x="*bf16", weight="tensordesc<bf16[64, 64]>" if tma else "*bf16", stored="*bf16",
-          out="*fp32"), dict(TOKENS=tokens, BLOCK_N=64, BLOCK_K=64, TMA=tma, FLAT=flat, FETCH=4, EVEN=True,
-                             DEPENDENT=True), ("size", "depth", "x_stride"), num_stages=5, launch_pdl=True)
+          out="*fp32"), dict(TOKENS=tokens, BLOCK_N=64, BLOCK_K=64, TMA=tma, FETCH=4, EVEN=True, DEPENDENT=True),
+          ("size", "depth", "x_stride"), num_stages=5, launch_pdl=True)
 """
 
 
-def tiles(rows: int, depth: int, tma: bool, flat: bool, programs: int) -> Config:
-    return {"way": "tiles", "BLOCK_N": rows, "BLOCK_K": depth, "TMA": tma, "FLAT": flat, "FETCH": 2,
-            "programs": programs, "num_warps": 4, "num_stages": 3}
+def tiles(rows: int, depth: int, tma: bool) -> Config:
+    return {"way": "tiles", "BLOCK_N": rows, "BLOCK_K": depth, "TMA": tma, "FETCH": 2, "num_warps": 4, "num_stages": 3}
 
 
 def drawn(tokens: int, size: int, depth: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -50,8 +49,8 @@ def test_they_compile_for_hopper() -> None:
 
 
 @pytest.mark.parametrize(("config", "tokens", "size", "depth"), [
-    (tiles(16, 16, False, False, 0), 1, 50, 72), (tiles(32, 32, False, True, 1), 20, 500, 96),
-    (tiles(32, 16, True, True, 1), 5, 100, 64), (tiles(16, 64, True, False, 0), 17, 40, 128)])
+    (tiles(16, 16, False), 1, 50, 72), (tiles(32, 32, False), 20, 500, 96), (tiles(32, 16, True), 5, 100, 64),
+    (tiles(16, 64, True), 17, 40, 128)])
 def test_tiles(config: Config, tokens: int, size: int, depth: int) -> None:
     for seed in (0, 1):
         x, weight = drawn(tokens, size, depth, seed)
@@ -62,7 +61,7 @@ def test_cublas_unless_a_table_says_otherwise(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(tuned, "FOLDER", tmp_path)
     head_gemm.config_for.cache_clear()
     assert head_gemm.config_for(32, 999, 64) is None
-    ours = tiles(64, 64, True, False, 0)
+    ours = tiles(64, 64, True)
     tuned.keep(tmp_path / tuned.head_file_name(1000, 64), {8: {"way": "cublas"}, 32: ours})
     chosen = {tokens: head_gemm.config_for(tokens, 1000, 64) for tokens in (0, 1, 8, 30, 64, 65, 200)}
     assert chosen == {0: None, 1: None, 8: None, 30: ours, 64: ours, 65: None, 200: None}
@@ -79,8 +78,7 @@ def test_what_it_can_do() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [tiles(64, 64, True, True, 2), tiles(64, 64, False, False, 0),
-                                    tiles(64, 128, True, False, 0)],
+@pytest.mark.parametrize("config", [tiles(64, 64, True), tiles(64, 64, False), tiles(64, 128, True)],
                          ids=lambda config: "-".join(str(value) for value in config.values()))
 @pytest.mark.parametrize(("size", "depth"), [(102400, 2048), (40001, 1536), (1000, 1024), (24, 576)])
 def test_bfloat16(size: int, depth: int, config: Config) -> None:
@@ -121,7 +119,7 @@ def test_a_head_with_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     multiply = head_gemm.multiply
     monkeypatch.setattr(head_gemm, "multiply", lambda *given: asked.append(len(given[0])) or multiply(*given))
     monkeypatch.setattr(tuned, "FOLDER", tmp_path)
-    tuned.keep(tmp_path / tuned.head_file_name(4000, 1024), {16: {"way": "cublas"}, 32: tiles(64, 64, True, False, 0)})
+    tuned.keep(tmp_path / tuned.head_file_name(4000, 1024), {16: {"way": "cublas"}, 32: tiles(64, 64, True)})
     head_gemm.config_for.cache_clear()
     assert difference(head.apply(x), x, weight) < 5e-5 and difference(plain, x, weight) < 5e-5
     assert difference(head.apply(x.repeat(5, 1)), x.repeat(5, 1), weight) < 5e-5
