@@ -170,3 +170,11 @@ def plan_floor(plan: EnginePlan, batch: int, context: int) -> StepBytes:
     """The floor of the plan's model on one rank, in the plan's dtypes."""
     return step_bytes(plan.facts.model, batch, context, element=DTYPE_BYTES[plan.dtype],
                       kv_element=DTYPE_BYTES[plan.kv_dtype])
+
+
+def measured_card(name: str) -> Card:
+    """The same. ValueError where it has not been measured."""
+    card = known_card(name)
+    if card is None:
+        raise ValueError(f"--floor-card {name}: its bandwidth and matrix rate have not been measured")
+    return card

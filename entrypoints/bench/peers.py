@@ -21,7 +21,7 @@ import orjson
 
 from glowplug.core.errors import GlowplugError
 from glowplug.entrypoints.bench import report
-from glowplug.entrypoints.bench.floor import known_card
+from glowplug.entrypoints.bench.floor import measured_card
 from glowplug.entrypoints.bench.peer_engines import OURS
 
 BESIDE = ("offline", "times_best_peer", "floor", "share_of_floor", "share_of_offline")  #: columns behind the engines'
@@ -139,9 +139,7 @@ def with_floors(ours: Points, path: Path, model_path: str, card_name: str) -> Po
     """``ours``, read from ``path``, with the floors of its serving points. ValueError for an unknown card."""
     from glowplug.core.plugins import load_plugins
 
-    card = known_card(card_name)
-    if card is None:
-        raise ValueError(f"--floor-card {card_name}: its bandwidth and matrix rate have not been measured")
+    card = measured_card(card_name)
     model = load_plugins().read_model(model_path).facts
     line = _records(path)[0]
     prompt, output = int(line["random_input_len"]), int(line["random_output_len"])

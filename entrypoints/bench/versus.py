@@ -18,6 +18,7 @@ from pathlib import Path
 from glowplug.core.errors import GlowplugError
 from glowplug.entrypoints.bench import peers, report
 from glowplug.entrypoints.bench.conditions import conditions
+from glowplug.entrypoints.bench.floor import measured_card
 from glowplug.entrypoints.bench.local_server import free_port
 from glowplug.entrypoints.bench.one_batch import MIN_CONTEXT, positions
 from glowplug.entrypoints.bench.peer_engines import (
@@ -72,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError("sizes, lengths and repetitions are at least 1")
         if args.serving and len(args.num_prompts or args.serving) != len(args.serving):
             raise ValueError("--num-prompts has one value for each of --serving")
+        measured_card(args.floor_card)
         context = min(positions(args.model, []), max(MIN_CONTEXT, args.input_len + args.serving_output_len))
     except (GlowplugError, ValueError) as error:
         print(f"glowplug bench versus: {error}", file=sys.stderr)
@@ -83,8 +85,8 @@ def run(args: argparse.Namespace) -> int:
             comparison.static()
         if args.serving:
             comparison.serve()
-    except (RuntimeError, OSError, ValueError, KeyError, GlowplugError) as error:
-        print(f"glowplug bench versus: {error}", file=sys.stderr)
+    except (RuntimeError, OSError, ValueError, KeyError, subprocess.TimeoutExpired, GlowplugError) as error:
+        print(f"glowplug bench versus: {error} (what was measured before is in {args.output_dir})", file=sys.stderr)
         return 1
     return 0
 

@@ -137,6 +137,7 @@ def test_servers_one_after_another(peers: dict[str, Path], tmp_path: Path, capsy
     (["--model", "/nowhere"], "/nowhere"),
     (["--batch-size"], "nothing to measure"),
     (["--batch-size", "0"], "at least 1"),
+    (["--floor-card", "TI-83"], "TI-83: its bandwidth"),
     (["--serving", "1", "8", "--num-prompts", "4"], "one value for each of --serving"),
 ])
 def test_what_cannot_be_compared_is_refused(words: list[str], said: str, tmp_path: Path,
