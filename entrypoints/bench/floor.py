@@ -126,6 +126,14 @@ def known_card(name: str) -> Card | None:
                  if part in name and part in MATRIX_RATE), None)
 
 
+def measured_card(name: str) -> Card:
+    """The same. ValueError where it has not been measured."""
+    card = known_card(name)
+    if card is None:
+        raise ValueError(f"--floor-card {name}: its bandwidth and matrix rate have not been measured")
+    return card
+
+
 def distinct_experts(model: ModelFacts, tokens: int) -> float:
     """How many experts of a layer ``tokens`` tokens are expected to pick."""
     total = model.n_routed_experts
@@ -170,11 +178,3 @@ def plan_floor(plan: EnginePlan, batch: int, context: int) -> StepBytes:
     """The floor of the plan's model on one rank, in the plan's dtypes."""
     return step_bytes(plan.facts.model, batch, context, element=DTYPE_BYTES[plan.dtype],
                       kv_element=DTYPE_BYTES[plan.kv_dtype])
-
-
-def measured_card(name: str) -> Card:
-    """The same. ValueError where it has not been measured."""
-    card = known_card(name)
-    if card is None:
-        raise ValueError(f"--floor-card {name}: its bandwidth and matrix rate have not been measured")
-    return card
