@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from glowplug.core.errors import GlowplugError
+from glowplug.core.machine import cuda_devices
 from glowplug.entrypoints.bench import peers, report
 from glowplug.entrypoints.bench.conditions import conditions
 from glowplug.entrypoints.bench.floor import measured_card
@@ -210,9 +211,8 @@ class Comparison:
         (self._folder / f"{kind}.md").write_text(tables + "\n", encoding="utf-8")
         order = ("all loaded side by side, then each measured alone while the others were stopped: "
                  if self._args.together else "one after another: ") + ", ".join(engines)
-        import torch  # by now no engine runs that the device's memory could be missing for
-
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        said = {**conditions(device), **peers.header(ours), "versions": dict(self._versions), "order": order,
-                "commands": {name: text for name, text in self._commands.items() if name.endswith(kind)}}
+        here, cards = conditions("cpu"), cuda_devices()  # NOTE: no context of ours on a card that is measured next
+        card = {"card": cards[0].name} if cards else {}
+        said = {**here, **card, **peers.header(ours), "command": here["command"], "versions": dict(self._versions),
+                "order": order, "commands": {name: text for name, text in self._commands.items() if name.endswith(kind)}}
         report.write_json(self._folder / f"{kind}.json", {"conditions": said, "tables": found})
