@@ -214,5 +214,6 @@ class Comparison:
         here, cards = conditions("cpu"), cuda_devices()  # NOTE: no context of ours on a card that is measured next
         card = {"card": cards[0].name} if cards else {}
         said = {**here, **card, **peers.header(ours), "command": here["command"], "versions": dict(self._versions),
-                "order": order, "commands": {name: text for name, text in self._commands.items() if name.endswith(kind)}}
+                "order": order,
+                "commands": {name: text for name, text in self._commands.items() if name.endswith(kind)}}
         report.write_json(self._folder / f"{kind}.json", {"conditions": said, "tables": found})
