@@ -8,11 +8,12 @@ import difflib
 import importlib
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import pluggy
 
@@ -25,7 +26,6 @@ from glowplug.core.slots import SLOTS, Slot
 if TYPE_CHECKING:
     from glowplug.core.tuning import Tuner
 
-T = TypeVar("T")
 BUILT_IN = "built in"
 
 
@@ -63,36 +63,48 @@ class Registration(NamedTuple):
     version: str
 
 
-def within(seconds: float, what: str, work: Callable[[], T]) -> T:
-    """The result of ``work()``, run in a thread. PluginLoadError with its stack when it takes longer than ``seconds``.
+def watched(seconds: float, sources: Iterable[PluginSource], add: Callable[[PluginSource], None]) -> None:
+    """``add(source)`` for one after another, in a thread. PluginLoadError with its stack for one that takes longer than
+    ``seconds``.
 
     NOTE: a hanging import cannot be interrupted; its daemon thread is left behind, and the caller is expected to end.
     """
-    result: list[T] = []
     failure: list[BaseException] = []
+    current: list[tuple[float, PluginSource]] = []
 
     def run() -> None:
         try:
-            result.append(work())
+            for source in sources:
+                current[:] = [(time.monotonic(), source)]
+                if failure:  # it took too long, and nobody waits any more
+                    return
+                add(source)
         except BaseException as error:  # NOTE: also SystemExit: a plugin that exits on import must not end us silently
             failure.append(error)
 
-    thread = threading.Thread(target=run, name=f"load {what}", daemon=True)
+    thread = threading.Thread(target=run, name="load plugins", daemon=True)
     thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        frame = sys._current_frames().get(thread.ident or 0)
-        stack = "".join(traceback.format_stack(frame)[-4:]) if frame is not None else ""
-        raise PluginLoadError(f"plugin {what} did not finish loading within {seconds:g} s; it hangs at\n{stack}")
+    while thread.is_alive():
+        begun, source = current[0] if current else (time.monotonic(), None)
+        thread.join(max(0.0, begun + seconds - time.monotonic()))
+        late = time.monotonic() >= begun + seconds and current[:1] == [(begun, source)]
+        if source is not None and late and thread.is_alive():
+            failure.append(_hanging(thread, source, seconds))
+            break
     if failure:
         raise failure[0]
-    return result[0]
 
 
-def load(manager: pluggy.PluginManager, source: PluginSource, timeout: float) -> dict[str, list[Component]]:
+def _hanging(thread: threading.Thread, source: PluginSource, seconds: float) -> PluginLoadError:
+    frame = sys._current_frames().get(thread.ident or 0)
+    stack = "".join(traceback.format_stack(frame)[-4:]) if frame is not None else ""
+    return PluginLoadError(f"plugin {source.label} did not finish loading within {seconds:g} s; it hangs at\n{stack}")
+
+
+def load(manager: pluggy.PluginManager, source: PluginSource) -> dict[str, list[Component]]:
     """Import and register one plugin; its components by slot name. On any failure nothing stays registered."""
     try:
-        return within(timeout, source.label, lambda: _registered(manager, source))
+        return _registered(manager, source)
     except PluginLoadError:
         _undo(manager, source)
         raise

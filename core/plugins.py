@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pluggy
@@ -24,7 +25,7 @@ from glowplug.core.facts import ModelFacts, SoftwareFacts
 from glowplug.core.facts_read import locate_model
 from glowplug.core.machine import software
 from glowplug.core.parameters import count_elements
-from glowplug.core.plugin_loading import BUILT_IN, PluginSource, Registration, describe, import_factory, load
+from glowplug.core.plugin_loading import BUILT_IN, PluginSource, Registration, describe, import_factory, load, watched
 from glowplug.core.slots import SLOTS
 from glowplug.core.weight_classes import Tally, tally
 
@@ -92,6 +93,17 @@ class ModelReading(NamedTuple):
     elements: Tally
 
 
+class _Manager(pluggy.PluginManager):
+    """pluggy's, but of a module it reads only functions that are marked; to look at everything takes half of a load."""
+
+    def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
+        if isinstance(plugin, ModuleType):
+            held = vars(plugin).get(name)
+            if not isinstance(held, FunctionType) or not hasattr(held, f"{self.project_name}_impl"):
+                return None
+        return super().parse_hookimpl_opts(plugin, name)
+
+
 class PluginSet:
     """Loaded plugins and what they registered. Made by :func:`load_plugins`.
 
@@ -103,7 +115,7 @@ class PluginSet:
 
     def __init__(self, sources: Iterable[PluginSource], blocked: Iterable[str] = (),
                  timeout: float = LOAD_TIMEOUT) -> None:
-        self._manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self._manager = _Manager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
         self.hook = self._manager.hook
         self.blocked = tuple(blocked)
@@ -111,11 +123,10 @@ class PluginSet:
         self._slots: dict[str, list[Registration]] = {slot.name: [] for slot in SLOTS}
         self._owner: dict[tuple[str, str], PluginSource] = {}
         self._models: dict[tuple[str, int, int], ModelReading] = {}
-        for source in sources:
-            self._add(source, timeout)
+        watched(timeout, sources, self._add)
 
-    def _add(self, source: PluginSource, timeout: float) -> None:
-        found = load(self._manager, source, timeout)
+    def _add(self, source: PluginSource) -> None:
+        found = load(self._manager, source)
         self.sources.append(source)
         for slot, components in found.items():
             for component in components:

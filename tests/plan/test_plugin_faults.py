@@ -160,7 +160,7 @@ def test_nothing_stays_registered_after_a_failure() -> None:
 
     for plugin in (Half(), Wrong()):
         with pytest.raises(PluginLoadError):
-            load(manager, PluginSource("x", "", "d", "1", loaded=plugin), 5.0)
+            load(manager, PluginSource("x", "", "d", "1", loaded=plugin))
         assert manager.get_plugins() == set()
         assert manager.hook.register_attention_backends.get_hookimpls() == []
 
