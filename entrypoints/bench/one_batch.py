@@ -47,14 +47,14 @@ def run(args: argparse.Namespace) -> int:
     shapes = list(itertools.product(args.batch_size, args.input_len, args.output_len))
     try:
         given = engine_config(args)
-        config = static_config(given, shapes, positions(given.get("model", "embedded"), args.extra_plugins))
+        config = static_config(given, shapes, _positions(given.get("model", "embedded"), args.extra_plugins))
         return _run(args, config, shapes)
     except (GlowplugError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
 
 
-def positions(model: str, extra: list[str]) -> int:
+def _positions(model: str, extra: list[str]) -> int:
     """The longest sequence the model was made for."""
     from glowplug.core.plugins import load_plugins
 

@@ -16,12 +16,13 @@ OURS = "glowplug"  #: this engine's name among them
 
 @dataclass(frozen=True)
 class StaticRun:
-    """Shapes of the static batches. ``input_len`` and ``output_len`` in tokens; ``result``: where the figures go."""
+    """Shapes of the static batches: lengths in tokens, ids below ``vocab``; ``result``: where the figures go."""
 
     model: str
     batch_sizes: tuple[int, ...]
     input_len: int
     output_len: int
+    vocab: int
     repeat: int
     result: Path
 
@@ -87,7 +88,8 @@ def _sglang_server(run: ServedRun) -> list[str]:
 
 def _vllm_static(run: StaticRun) -> list[str]:
     script = Path(__file__).with_name("vllm_steps.py")
-    return [str(script), run.model, *_shapes(run, "--batch-size"), "--repeat", str(run.repeat)]
+    return [str(script), run.model, *_shapes(run, "--batch-size"), "--vocab-size", str(run.vocab), "--repeat",
+            str(run.repeat)]
 
 
 def _vllm_server(run: ServedRun) -> list[str]:

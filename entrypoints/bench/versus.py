@@ -16,12 +16,14 @@ from functools import partial
 from pathlib import Path
 
 from glowplug.core.errors import GlowplugError
+from glowplug.core.facts import ModelFacts
 from glowplug.core.machine import cuda_devices
+from glowplug.core.plugins import load_plugins
 from glowplug.entrypoints.bench import peers, report
 from glowplug.entrypoints.bench.conditions import conditions
 from glowplug.entrypoints.bench.floor import measured_card
 from glowplug.entrypoints.bench.local_server import free_port
-from glowplug.entrypoints.bench.one_batch import MIN_CONTEXT, positions
+from glowplug.entrypoints.bench.one_batch import MIN_CONTEXT
 from glowplug.entrypoints.bench.peer_engines import (
     ENGINES,
     OURS,
@@ -75,12 +77,12 @@ def run(args: argparse.Namespace) -> int:
         if args.serving and len(args.num_prompts or args.serving) != len(args.serving):
             raise ValueError("--num-prompts has one value for each of --serving")
         measured_card(args.floor_card)
-        context = min(positions(args.model, []), max(MIN_CONTEXT, args.input_len + args.serving_output_len))
+        model = load_plugins().read_model(args.model).facts
     except (GlowplugError, ValueError) as error:
         print(f"glowplug bench versus: {error}", file=sys.stderr)
         return 2
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    comparison = Comparison(args, engines, options, versions, context)
+    comparison = Comparison(args, engines, options, versions, model)
     try:
         if args.batch_size:
             comparison.static()
@@ -118,10 +120,11 @@ class Comparison:
     """One run of the command: how the engines are started, and where their figures go."""
 
     def __init__(self, args: argparse.Namespace, engines: Mapping[str, str],
-                 options: Mapping[tuple[str, str], list[str]], versions: Mapping[str, str], context: int) -> None:
+                 options: Mapping[tuple[str, str], list[str]], versions: Mapping[str, str], model: ModelFacts) -> None:
         self._args, self._engines, self._options, self._versions = args, engines, options, versions
         self._folder: Path = args.output_dir
-        self._context = context  #: longest sequence that servers are started for
+        self._vocab = model.vocab_size
+        self._context = min(model.max_positions, max(MIN_CONTEXT, args.input_len + args.serving_output_len))
         self._commands: dict[str, str] = {}
 
     # ---- static batches ---------------------------------------------------------------------------------------------
@@ -131,7 +134,8 @@ class Comparison:
         for name in self._engines:
             engine, result = ENGINES[name], self._folder / f"static-{name}.json"
             result.unlink(missing_ok=True)  # a tool may add to what is there
-            shapes = StaticRun(args.model, tuple(args.batch_size), args.input_len, args.output_len, args.repeat, result)
+            shapes = StaticRun(args.model, tuple(args.batch_size), args.input_len, args.output_len,
+                               self._vocab, args.repeat, result)
             files[name] = self._log("static", name) if engine.in_log else result
             starts.append(self._start(engine, "static", engine.static(shapes), partial(_says, engine.mark)))
         with closing(in_turns(starts, args.together, args.timeout)) as turns:

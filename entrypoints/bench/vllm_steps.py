@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, nargs="+", required=True)
     parser.add_argument("--input-len", type=int, required=True)
     parser.add_argument("--output-len", type=int, required=True)
+    parser.add_argument("--vocab-size", type=int, default=100_000, help="random prompts' ids are below this")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="further arguments of vllm.LLM")
     args = parser.parse_args()
@@ -54,13 +55,13 @@ def measure(llm: Any, args: argparse.Namespace, batch: int) -> None:
 
     llm.llm_engine.step = timed_step
     try:
-        generate(llm, rng, batch, args.input_len, min(args.output_len, 8))
+        generate(llm, rng, args, batch, min(args.output_len, 8))
         prefills: list[float] = []
         steps: list[float] = []
         for _ in range(args.repeat):
-            prefills.append(generate(llm, rng, batch, args.input_len, 1))
+            prefills.append(generate(llm, rng, args, batch, 1))
             ends.clear()
-            generate(llm, rng, batch, args.input_len, args.output_len)
+            generate(llm, rng, args, batch, args.output_len)
             steps += decode_steps(ends, args.output_len)
     finally:
         llm.llm_engine.step = step
@@ -69,11 +70,12 @@ def measure(llm: Any, args: argparse.Namespace, batch: int) -> None:
           f"decode step {decode * 1e3:.3f} ms ({batch / decode:.0f} tokens/s)", flush=True)
 
 
-def generate(llm: Any, rng: random.Random, batch: int, length: int, tokens: int) -> float:
+def generate(llm: Any, rng: random.Random, args: argparse.Namespace, batch: int, tokens: int) -> float:
     """Seconds for ``tokens`` tokens of each of ``batch`` new prompts."""
     from vllm import SamplingParams
 
-    prompts = [{"prompt_token_ids": [rng.randrange(10, 100_000) for _ in range(length)]} for _ in range(batch)]
+    prompts = [{"prompt_token_ids": [rng.randrange(args.vocab_size) for _ in range(args.input_len)]}
+               for _ in range(batch)]
     params = SamplingParams(temperature=0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False)
     start = time.perf_counter()
     llm.generate(prompts, params, use_tqdm=False)

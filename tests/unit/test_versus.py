@@ -60,6 +60,7 @@ class LLM:
         self.llm_engine = Engine()
     def generate(self, prompts, params, use_tqdm):
         assert all(len(prompt["prompt_token_ids"]) == 12 for prompt in prompts)
+        assert max(max(prompt["prompt_token_ids"]) for prompt in prompts) < 2048, "the embedded model's vocabulary"
         self.llm_engine.first = True
         for _ in range(params.tokens):
             self.llm_engine.step()
@@ -192,7 +193,7 @@ def test_a_program_that_does_not_load_is_named(tmp_path: Path) -> None:
 
 
 def test_command_lines_name_the_shapes() -> None:
-    run = StaticRun("/m", (1, 8), 512, 64, 3, Path("/out/x.json"))
+    run = StaticRun("/m", (1, 8), 512, 64, 1000, 3, Path("/out/x.json"))
     words = {name: engine.static(run) for name, engine in ENGINES.items()}
     assert words["sglang"][words["sglang"].index("--batch-size") + 1:][:4] == ["1", "1", "8", "8"]
     assert all("512" in found and "64" in found for found in words.values())
