@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pluggy
@@ -93,13 +93,16 @@ class ModelReading(NamedTuple):
     elements: Tally
 
 
+_ROUTINES = (FunctionType, MethodType, staticmethod, classmethod)  #: what can be marked as a hook
+
+
 class _Manager(pluggy.PluginManager):
     """pluggy's, but of a module it reads only functions that are marked; to look at everything takes half of a load."""
 
     def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
         if isinstance(plugin, ModuleType):
             held = vars(plugin).get(name)
-            if not isinstance(held, FunctionType) or not hasattr(held, f"{self.project_name}_impl"):
+            if not isinstance(held, _ROUTINES) or not hasattr(held, f"{self.project_name}_impl"):
                 return None
         return super().parse_hookimpl_opts(plugin, name)
 

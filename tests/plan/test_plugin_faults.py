@@ -144,6 +144,13 @@ def test_extra_modules_and_one_module_twice(site: Path) -> None:
         load_plugins(extra=["loose_module"])
 
 
+def test_a_module_s_hook_may_be_a_bound_method(site: Path) -> None:
+    body = ("class Held:\n    @hookimpl\n    def register_attention_backends(self):\n        return [made()]\n"
+            "register_attention_backends = Held().register_attention_backends\n")
+    distribution(site, "glowplug-bound", "1.0", body)
+    assert load_plugins().find("attention", "mine") is not None
+
+
 def test_nothing_stays_registered_after_a_failure() -> None:
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
