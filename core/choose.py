@@ -4,7 +4,6 @@ Each choice is a Decision with its reason; nothing overrides an explicit value. 
 """
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 from pydantic import ValidationError
@@ -12,7 +11,7 @@ from pydantic import ValidationError
 from glowplug.core.checking import run_checks, use_field
 from glowplug.core.checks import component_checks, provider_checks
 from glowplug.core.component import CONTRACT, Chosen, Component, Options
-from glowplug.core.draft import Draft, chosen_of
+from glowplug.core.draft import Draft, chosen_of, options_of
 from glowplug.core.errors import Refusal
 from glowplug.core.last_layer_choice import choose_last_layer
 from glowplug.core.offers import FLOAT_DTYPES, ModelOffers, ParallelOffers
@@ -97,8 +96,7 @@ def _model(draft: Draft) -> None:
         assert isinstance(found.component.offers, ModelOffers)
         known |= found.component.offers.architectures
         if architecture in found.component.offers.architectures:
-            options = found.component.options.model_validate({"use": found.component.name})
-            draft.chosen["model"] = (chosen_of(found.component, options),)
+            draft.chosen["model"] = (chosen_of(found.component, options_of(found.component)),)
             draft.decide("model", found.component.name, "facts", f"config.json says {architecture}")
             return
         if architecture in found.component.offers.draft_architectures:
@@ -148,15 +146,9 @@ def _take_many(draft: Draft, slot: Slot, asked: tuple[Options, ...]) -> bool:
         draft.refusals.append(Refusal("choose", slot.section, f"the default {slot.default!r} is not registered",
                                       f"write a [[{slot.section}]] section, or do not block its plugin"))
         return True
-    _put(draft, slot, slot.default, defaults(found.component.options, slot.default))
+    _put(draft, slot, slot.default, options_of(found.component))
     draft.decide(f"{slot.section}.0.use", slot.default, "default", found.component.summary)
     return True
-
-
-@cache
-def defaults(options: type[Options], name: str) -> Options:
-    """A component's options where the operator gave it none."""
-    return options.model_validate({"use": name})
 
 
 def _put(draft: Draft, slot: Slot, name: str, options: Options) -> None:
@@ -208,8 +200,7 @@ def _try(draft: Draft, slot: Slot, found: Registration, given: dict[str, Any]) -
     """Put a candidate with the operator's common options into the slot; the first reason against it."""
     component = found.component
     try:
-        options = component.options.model_validate({**given, "use": component.name}) if given else (
-            defaults(component.options, component.name))
+        options = options_of(component, given)
     except ValidationError as error:  # the candidate narrows an option that all have
         problem = error.errors(include_url=False)[0]
         key = str(problem["loc"][0])

@@ -1,8 +1,10 @@
 """A plan under construction: what the passes of ``resolve.py`` fill in and read. Plan zone: no torch."""
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from glowplug.core.component import CheckContext, Chosen, Component, Options
@@ -83,6 +85,18 @@ class Draft:
 
     def context(self, options: Options) -> CheckContext:
         return CheckContext(options, self.config, self.facts, self.chosen, self.values)
+
+
+def options_of(component: Component, given: Mapping[str, Any] = MappingProxyType({})) -> Options:
+    """The component's options with what was ``given``. pydantic's ValidationError for what it does not take."""
+    if not given:
+        return _defaults(component.options, component.name)
+    return component.options.model_validate({**given, "use": component.name})
+
+
+@cache
+def _defaults(options: type[Options], name: str) -> Options:
+    return options.model_validate({"use": name})
 
 
 def chosen_of(component: Component, options: Options) -> Chosen:

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from glowplug.core.component import CheckContext, Chosen, Component, Options
-from glowplug.core.draft import Draft, chosen_of
+from glowplug.core.draft import Draft, chosen_of, options_of
 from glowplug.core.errors import Refusal
 from glowplug.core.requirements import missing_packages
 from glowplug.core.slots import BY_NAME, Slot
@@ -60,6 +60,6 @@ def _options(draft: Draft, slot: Slot, component: Component) -> Options | None:
              for name, value in options.model_dump(mode="json", include=options.model_fields_set - {"use"}).items()
              if name in component.options.model_fields}
     try:
-        return component.options.model_validate({**given, "use": component.name})
+        return options_of(component, given)
     except ValidationError:
         return None

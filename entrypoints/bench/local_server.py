@@ -2,18 +2,16 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
-import time
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from urllib.error import URLError
-from urllib.request import urlopen
+
+from glowplug.entrypoints.bench.turns import Turn, answers, in_turns
 
 MODEL = "bench"  #: the name it serves under
 
@@ -30,51 +28,21 @@ class LocalServer:
         self.base_url = f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> LocalServer:
-        self._folder = tempfile.TemporaryDirectory(prefix="glowplug-bench-")
-        folder = Path(self._folder.name)
         server = {**self.config.get("server", {}), "host": "127.0.0.1", "port": self.port, "served_model_name": MODEL}
-        (folder / "config.json").write_text(json.dumps({**self.config, "server": server}))
-        self._log = folder / "log"
-        environment = dict(os.environ)
-        if self.threads:
-            environment["OMP_NUM_THREADS"] = str(self.threads)
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "glowplug", "serve", "--config", str(folder / "config.json")],
-                stdout=log, stderr=subprocess.STDOUT, env=environment)
-        try:
-            self._wait()
-        except BaseException:
-            self._stop()
-            raise
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="glowplug-bench-")))
+            (folder / "config.json").write_text(json.dumps({**self.config, "server": server}))
+            start = partial(Turn, "the server",
+                            [sys.executable, "-m", "glowplug", "serve", "--config", str(folder / "config.json")],
+                            folder / "log", {"OMP_NUM_THREADS": str(self.threads)} if self.threads else {},
+                            lambda log: answers(f"{self.base_url}/ready"))
+            next(stack.enter_context(closing(in_turns([start], False, self.timeout))))
+            self._running = stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        self._stop()
-
-    def _wait(self) -> None:
-        deadline = time.monotonic() + self.timeout
-        while time.monotonic() < deadline:
-            if self._process.poll() is not None:
-                break
-            try:
-                with urlopen(f"{self.base_url}/ready", timeout=5) as answer:
-                    if answer.status == 200:
-                        return
-            except (URLError, OSError):
-                time.sleep(0.2)
-        raise RuntimeError("the server did not become ready:\n" + self._log.read_text(errors="replace")[-3000:])
-
-    def _stop(self) -> None:
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-            try:
-                self._process.wait(30)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        self._folder.cleanup()
+        self._running.close()
 
 
 def free_port() -> int:

@@ -30,11 +30,11 @@ class Turn:
         command: argv, started at once in a process group of its own.
         log: file for its output.
         environment: on top of this process's.
-        loaded: says when its turn may begin.
+        loaded: says when its turn may begin; default: at once.
     """
 
     def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str],
-                 loaded: Loaded) -> None:
+                 loaded: Loaded = lambda log: True) -> None:
         self.name, self.log, self._loaded, self._held = name, log, loaded, False
         with log.open("wb") as output:
             self._process = subprocess.Popen(
@@ -74,7 +74,7 @@ class Turn:
         if status:
             raise self._failed(f"ended with {status}")
 
-    def end(self, patience: float = 20.0) -> None:
+    def end(self, patience: float = 30.0) -> None:
         """Ask it to end; after ``patience`` seconds, and whatever it has left behind, kill."""
         self.go()
         if self._process.poll() is None:
@@ -93,7 +93,11 @@ class Turn:
             pass
 
     def _failed(self, how: str) -> RuntimeError:
-        return RuntimeError(f"{self.name} {how}:\n{self.log.read_text(errors='replace')[-3000:]}")
+        return RuntimeError(f"{self.name} {how}:\n{self.said()}")
+
+    def said(self) -> str:
+        """The end of its log."""
+        return self.log.read_text(errors="replace")[-3000:]
 
 
 def in_turns(starts: Sequence[Callable[[], Turn]], together: bool, timeout: float) -> Iterator[Turn]:
@@ -126,8 +130,8 @@ def _load(turns: Sequence[Turn], timeout: float, hold: bool = True) -> None:
             if hold:
                 turn.hold()
         if waiting and time.monotonic() > deadline:
-            raise RuntimeError(f"not loaded after {timeout:g} s: "
-                               f"{', '.join(f'{turn.name} (its log: {turn.log})' for turn in waiting)}")
+            raise RuntimeError(f"not loaded after {timeout:g} s: {', '.join(turn.name for turn in waiting)}"
+                               + "".join(f"\n{turn.log}:\n{turn.said()}" for turn in waiting))
         time.sleep(POLL)
     if turns and hold:
         time.sleep(SETTLED)

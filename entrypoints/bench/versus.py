@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -88,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             comparison.static()
         if args.serving:
             comparison.serve()
-    except (RuntimeError, OSError, ValueError, KeyError, subprocess.TimeoutExpired, GlowplugError) as error:
+    except (RuntimeError, OSError, ValueError, KeyError, GlowplugError) as error:
         print(f"glowplug bench versus: {error} (what was measured before is in {args.output_dir})", file=sys.stderr)
         return 1
     return 0
@@ -124,6 +123,7 @@ class Comparison:
         self._args, self._engines, self._options, self._versions = args, engines, options, versions
         self._folder: Path = args.output_dir
         self._vocab = model.vocab_size
+        self._prompts = args.num_prompts or [4 * level for level in args.serving]  #: of each concurrency
         self._context = min(model.max_positions, max(MIN_CONTEXT, args.input_len + args.serving_output_len))
         self._commands: dict[str, str] = {}
 
@@ -164,34 +164,32 @@ class Comparison:
 
     def _load_on(self, engine: PeerEngine, port: int, result: Path) -> None:
         """A pass that does not count, then all concurrencies."""
-        args = self._args
-        counts = args.num_prompts or [4 * level for level in args.serving]
-        passes = ((["--num-prompts", str(WARM_PROMPTS), "--max-concurrency", str(WARM_PROMPTS)], WARM_TOKENS),
-                  (["--num-prompts", *map(str, counts), "--max-concurrency", *map(str, args.serving),
-                    "--output-file", str(result)], args.serving_output_len))
-        for words, tokens in passes:
-            self._ours(["serving", "--backend", engine.backend, "--base-url", f"http://127.0.0.1:{port}",
-                        "--random-input-len", str(args.input_len), "--random-output-len", str(tokens),
-                        "--random-range-ratio", "1", "--disable-tqdm", *words], f"load-{engine.name}")
+        levels, counts = map(str, self._args.serving), map(str, self._prompts)
+        for log, tokens, words in (
+                (f"warm-{engine.name}", WARM_TOKENS,
+                 ["--num-prompts", str(WARM_PROMPTS), "--max-concurrency", str(WARM_PROMPTS)]),
+                (f"load-{engine.name}", self._args.serving_output_len,
+                 ["--num-prompts", *counts, "--max-concurrency", *levels, "--output-file", str(result)])):
+            self._ours(log, ["serving", "--backend", engine.backend, "--base-url", f"http://127.0.0.1:{port}",
+                             "--random-input-len", str(self._args.input_len), "--random-output-len", str(tokens),
+                             "--random-range-ratio", "1", "--disable-tqdm", *words])
 
     def _offline(self) -> Path:
         args, result = self._args, self._folder / "offline-glowplug.jsonl"
         result.unlink(missing_ok=True)
-        count = (args.num_prompts or [4 * max(args.serving)])[-1]
-        self._ours(["offline", "--model", args.model, "--num-prompts", str(count), "--input-len", str(args.input_len),
-                    "--output-len", str(args.serving_output_len), "--context-length", str(self._context),
-                    "--max-running-requests", str(max(args.serving)), "--output-file", str(result),
-                    *self._options.get((OURS, "serving"), [])], "offline")
+        count = dict(zip(args.serving, self._prompts))[max(args.serving)]
+        self._ours("offline", ["offline", "--model", args.model, "--num-prompts", str(count),
+                               "--input-len", str(args.input_len), "--output-len", str(args.serving_output_len),
+                               "--context-length", str(self._context), "--max-running-requests",
+                               str(max(args.serving)), "--output-file", str(result),
+                               *self._options.get((OURS, "serving"), [])])
         return result
 
-    def _ours(self, words: list[str], name: str) -> None:
-        """One of our own bench commands. RuntimeError with the end of its log where it fails."""
-        log = self._folder / f"{name}.log"
-        with log.open("ab") as output:
-            done = subprocess.run([sys.executable, "-m", "glowplug", "bench", *words], stdout=output,
-                                  stderr=subprocess.STDOUT, timeout=self._args.timeout, check=False)
-        if done.returncode:
-            raise RuntimeError(f"bench {words[0]} ended with {done.returncode}:\n{log.read_text()[-3000:]}")
+    def _ours(self, name: str, words: list[str]) -> None:
+        """One of our own bench commands, with a log of that name. RuntimeError with its end where it fails."""
+        command = [sys.executable, "-m", "glowplug", "bench", *words]
+        with Turn(f"bench {words[0]}", command, self._folder / f"{name}.log", {}) as turn:
+            turn.finish(self._args.timeout)
 
     # ---- engines in turns -------------------------------------------------------------------------------------------
 
