@@ -105,7 +105,7 @@ ENGINES = {engine.name: engine for engine in (
     PeerEngine(OURS, "glowplug", "Warmup (batch", "/ready", "glowplug", _ours_static, _ours_server),
     PeerEngine("sglang", "sglang", "Warmup ...", "/health", "sglang-oai", _sglang_static, _sglang_server,
                environment={"SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0"}),
-    PeerEngine("vllm", "vllm", "loaded", "/health", "vllm", _vllm_static, _vllm_server, in_log=True,
+    PeerEngine("vllm", "vllm", "engine loaded", "/health", "vllm", _vllm_static, _vllm_server, in_log=True,
                environment={"VLLM_NO_USAGE_STATS": "1"}),
 )}
 

@@ -37,7 +37,7 @@ def main() -> None:
     settings = {"max_model_len": max(4096, args.input_len + args.output_len + 1), "enable_prefix_caching": False,
                 "max_num_seqs": max(sizes), "max_num_batched_tokens": 16384, "seed": 0, **args.engine}
     llm = LLM(model=args.model, **settings)
-    print("loaded", flush=True)
+    print("engine loaded", flush=True)
     for batch in sizes:
         measure(llm, args, batch)
 
