@@ -14,6 +14,7 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
+from glowplug import __version__
 from glowplug.core.errors import GlowplugError
 from glowplug.core.facts import ModelFacts
 from glowplug.core.machine import cuda_devices
@@ -68,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         engines = interpreters(args.peer)
         options = _options(args.options)
-        versions = {name: version(ENGINES[name], python) for name, python in engines.items()}
+        versions = {OURS: __version__} | {name: version(ENGINES[name], python)
+                                        for name, python in engines.items() if name != OURS}
         if not args.batch_size and not args.serving:
             raise ValueError("nothing to measure: --batch-size or --serving")
         if min(*args.batch_size, *args.serving, args.input_len, args.output_len, args.repeat, 1) < 1:
