@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         engines = interpreters(args.peer)
         options = _options(args.options)
         versions = {OURS: __version__} | {name: version(ENGINES[name], python)
-                                        for name, python in engines.items() if name != OURS}
+                                            for name, python in engines.items() if name != OURS}
         if not args.batch_size and not args.serving:
             raise ValueError("nothing to measure: --batch-size or --serving")
         if min(*args.batch_size, *args.serving, args.input_len, args.output_len, args.repeat, 1) < 1:
