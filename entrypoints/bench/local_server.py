@@ -36,7 +36,7 @@ class LocalServer:
                             [sys.executable, "-m", "glowplug", "serve", "--config", str(folder / "config.json")],
                             folder / "log", {"OMP_NUM_THREADS": str(self.threads)} if self.threads else {},
                             lambda log: answers(f"{self.base_url}/ready"))
-            next(stack.enter_context(closing(in_turns([start], False, self.timeout))))
+            next(stack.enter_context(closing(in_turns([start], False, self.timeout)))).check()
             self._running = stack.pop_all()
         return self
 

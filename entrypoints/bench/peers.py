@@ -29,6 +29,7 @@ LOG_LINE = re.compile(r"batch (\d+): prefill ([\d.]+) ms \(([\d.]+) tokens/s\), 
 
 Record = Mapping[str, Any]
 Points = dict[int, dict[str, float]]  #: batch size or concurrency -> metric -> value
+Tables = dict[str, list[dict[str, Any]]]  #: title -> rows
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ def header(path: Path) -> dict[str, Any]:
 # ---- comparing ------------------------------------------------------------------------------------------------------
 
 
-def comparison(engines: Mapping[str, Points]) -> dict[str, list[dict[str, Any]]]:
+def comparison(engines: Mapping[str, Points]) -> Tables:
     """For each metric a row a point: every engine's value, and how many times the best peer we are.
 
     ``times_best_peer`` above 1: we are the faster. Floor and our share of its speed where they are known.
@@ -178,7 +179,7 @@ def comparison(engines: Mapping[str, Points]) -> dict[str, list[dict[str, Any]]]
     return {metric.title: [_row(metric, at, engines) for at in sorted(ours)] for metric in metrics}
 
 
-def beside_offline(ours: Points, path: Path) -> dict[str, list[dict[str, Any]]]:
+def beside_offline(ours: Points, path: Path) -> Tables:
     """One more table: throughput at the highest concurrency over the offline engine's on the same kind of load."""
     offline = max(float(record["output_throughput"]) for record in _records(path))
     at = max(ours)

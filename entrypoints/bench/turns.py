@@ -36,6 +36,7 @@ class Turn:
     def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str],
                  loaded: Loaded = lambda log: True) -> None:
         self.name, self.log, self._loaded, self._held = name, log, loaded, False
+        self._error: RuntimeError | None = None
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 list(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
@@ -49,12 +50,23 @@ class Turn:
         self.end()
 
     def loaded(self) -> bool:
-        """RuntimeError with the end of its log where it has ended before that."""
+        """Has it come to its turn, or ended before that, which ``check`` says?"""
         if self._loaded(self.log.read_text(errors="replace")):
             return True
-        if self._process.poll() is not None:
-            raise self._failed(f"ended with {self._process.returncode} while it was loading")
-        return False
+        if self._process.poll() is None:
+            return False
+        self._error = self._failed(f"ended with {self._process.returncode} while it was loading")
+        return True
+
+    def late(self, timeout: float) -> None:
+        """It had ``timeout`` seconds to load and is not waited for any longer."""
+        self._error = self._failed(f"was not loaded after {timeout:g} s")
+        self.end()
+
+    def check(self) -> None:
+        """RuntimeError with the end of its log where it has not come to its turn."""
+        if self._error is not None:
+            raise self._error
 
     def hold(self) -> None:
         self._signal(signal.SIGSTOP)
@@ -66,7 +78,8 @@ class Turn:
         self._held = False
 
     def finish(self, timeout: float) -> None:
-        """Wait until it has ended. RuntimeError for a status other than 0, or after ``timeout`` seconds."""
+        """Wait until it has ended. RuntimeError: ``check``, a status other than 0, or ``timeout`` seconds went by."""
+        self.check()
         try:
             status = self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -106,7 +119,7 @@ def in_turns(starts: Sequence[Callable[[], Turn]], together: bool, timeout: floa
     Args:
         starts: what starts each.
         together: load all at once, each held as soon as it is loaded.
-        timeout: seconds to load in. RuntimeError after that, or where one ends.
+        timeout: seconds to load in. One that takes longer, or ends, has its turn as well: ``Turn.check`` says so.
     """
     with ExitStack() as stack:
         turns = [stack.enter_context(start()) for start in starts] if together else []
@@ -130,8 +143,9 @@ def _load(turns: Sequence[Turn], timeout: float, hold: bool = True) -> None:
             if hold:
                 turn.hold()
         if waiting and time.monotonic() > deadline:
-            raise RuntimeError(f"not loaded after {timeout:g} s: {', '.join(turn.name for turn in waiting)}"
-                               + "".join(f"\n{turn.log}:\n{turn.said()}" for turn in waiting))
+            for turn in waiting:
+                turn.late(timeout)
+            break
         time.sleep(POLL)
     if turns and hold:
         time.sleep(SETTLED)

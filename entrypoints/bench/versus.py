@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -65,7 +65,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status 0; 1 when an engine failed, whose log's end is shown; 2 when the comparison cannot begin."""
+    """Exit status 0; 1 when an engine failed, whose log's end is shown and which tables lack; 2 when the comparison
+    cannot begin."""
     try:
         engines = interpreters(args.peer)
         options = _options(args.options)
@@ -92,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     except (RuntimeError, OSError, ValueError, KeyError, GlowplugError) as error:
         print(f"glowplug bench versus: {error} (what was measured before is in {args.output_dir})", file=sys.stderr)
         return 1
-    return 0
+    return 1 if comparison.failed else 0
 
 
 def _options(given: list[str]) -> dict[tuple[str, str], list[str]]:
@@ -128,11 +129,13 @@ class Comparison:
         self._prompts = args.num_prompts or [4 * level for level in args.serving]  #: of each concurrency
         self._context = min(model.max_positions, max(MIN_CONTEXT, args.input_len + args.serving_output_len))
         self._commands: dict[str, str] = {}
+        self.failed: dict[tuple[str, str], str] = {}  #: (kind, engine) -> how
 
     # ---- static batches ---------------------------------------------------------------------------------------------
 
     def static(self) -> None:
         args, files, starts = self._args, {}, []
+        found: dict[str, peers.Points] = {}
         for name in self._engines:
             engine, result = ENGINES[name], self._folder / f"static-{name}.json"
             result.unlink(missing_ok=True)  # a tool may add to what is there
@@ -142,13 +145,16 @@ class Comparison:
             starts.append(self._start(engine, "static", engine.static(shapes), partial(_says, engine.mark)))
         with closing(in_turns(starts, args.together, args.timeout)) as turns:
             for turn in turns:
-                turn.finish(args.timeout)
-        self._write("static", {name: peers.points(path) for name, path in files.items()}, files[OURS])
+                with self._blamed("static", turn.name):
+                    turn.finish(args.timeout)
+                    found[turn.name] = peers.points(files[turn.name])
+        self._write("static", found, files[OURS], {})
 
     # ---- serving ----------------------------------------------------------------------------------------------------
 
     def serve(self) -> None:
         args, ports, starts = self._args, {}, []
+        found: dict[str, peers.Points] = {}
         files = {name: self._folder / f"serving-{name}.jsonl" for name in self._engines}
         for name in self._engines:
             engine, port = ENGINES[name], free_port()
@@ -159,10 +165,17 @@ class Comparison:
             starts.append(self._start(engine, "serving", engine.server(served), partial(_answers, url)))
         with closing(in_turns(starts, args.together, args.timeout)) as turns:
             for turn in turns:
-                self._load_on(ENGINES[turn.name], ports[turn.name], files[turn.name])
-        ours = peers.with_floors(peers.points(files[OURS]), files[OURS], args.model, args.floor_card)
-        found = {OURS: ours, **{name: peers.points(path) for name, path in files.items() if name != OURS}}
-        self._write("serving", found, files[OURS], offline=self._offline() if args.offline else None)
+                with self._blamed("serving", turn.name):
+                    turn.check()
+                    self._load_on(ENGINES[turn.name], ports[turn.name], files[turn.name])
+                    found[turn.name] = peers.points(files[turn.name])
+        if OURS in found:
+            found[OURS] = peers.with_floors(found[OURS], files[OURS], args.model, args.floor_card)
+        beside: peers.Tables = {}
+        if args.offline and OURS in found:
+            with self._blamed("serving", "offline"):
+                beside = peers.beside_offline(found[OURS], self._offline())
+        self._write("serving", found, files[OURS], beside)
 
     def _load_on(self, engine: PeerEngine, port: int, result: Path) -> None:
         """A pass that does not count, then all concurrencies."""
@@ -201,15 +214,25 @@ class Comparison:
         self._commands[f"{engine.name}, {kind}"] = shlex.join(command)
         return partial(Turn, engine.name, command, self._log(kind, engine.name), engine.environment, loaded)
 
+    @contextmanager
+    def _blamed(self, kind: str, name: str) -> Iterator[None]:
+        """What goes wrong is that engine's fault: it is told at once, and the others are measured all the same."""
+        try:
+            yield
+        except (RuntimeError, OSError, ValueError, KeyError) as error:
+            self.failed[kind, name] = str(error)
+            print(f"glowplug bench versus: {error}", file=sys.stderr, flush=True)
+
     def _log(self, kind: str, name: str) -> Path:
         return self._folder / f"{kind}-{name}.log"
 
     # ---- results ----------------------------------------------------------------------------------------------------
 
-    def _write(self, kind: str, engines: Mapping[str, peers.Points], ours: Path, offline: Path | None = None) -> None:
-        found = peers.comparison(engines)
-        if offline is not None:
-            found |= peers.beside_offline(engines[OURS], offline)
+    def _write(self, kind: str, engines: Mapping[str, peers.Points], ours: Path, beside: peers.Tables) -> None:
+        """Tables of those that were measured. RuntimeError where we are not among them: nothing to compare with."""
+        if OURS not in engines:
+            raise RuntimeError(f"{kind}: without {OURS} there is no comparison")
+        found = peers.comparison(engines) | beside
         tables = peers.markdown(found, list(engines))
         print(tables, flush=True)
         (self._folder / f"{kind}.md").write_text(tables + "\n", encoding="utf-8")
@@ -220,4 +243,6 @@ class Comparison:
         said = {**here, **card, **peers.header(ours), "command": here["command"], "versions": dict(self._versions),
                 "order": order,
                 "commands": {name: text for name, text in self._commands.items() if name.endswith(kind)}}
-        report.write_json(self._folder / f"{kind}.json", {"conditions": said, "tables": found})
+        failed = {name: text.partition("\n")[0] for (of, name), text in self.failed.items() if of == kind}
+        report.write_json(self._folder / f"{kind}.json", {"conditions": said | ({"failed": failed} if failed else {}),
+                                                          "tables": found})

@@ -13,8 +13,10 @@ import json
 import os
 import random
 import statistics
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # so that the engine's step is a call of this process
@@ -31,6 +33,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="further arguments of vllm.LLM")
     args = parser.parse_args()
+    sys.path[:] = [place for place in sys.path if place != str(Path(__file__).parent)]  # its names are not vLLM's
     from vllm import LLM
 
     sizes = sorted(set(args.batch_size))

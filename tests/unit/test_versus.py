@@ -45,6 +45,7 @@ elif words[1] == "sglang.launch_server":
 
 VLLM = """
 import time
+from kernels import THEIRS  # as transformers imports a package of a name that a file of ours has, too
 class SamplingParams:
     def __init__(self, **given):
         self.tokens = given["max_tokens"]
@@ -73,6 +74,7 @@ def peers(tmp_path: Path) -> dict[str, Path]:
     trace, site = tmp_path / "trace", tmp_path / "site"
     (site / "vllm").mkdir(parents=True)
     (site / "vllm" / "__init__.py").write_text(VLLM.format(trace=str(trace)))
+    (site / "kernels.py").write_text("THEIRS = True\n")
     (site / "vllm-0.0.2.dist-info").mkdir()
     (site / "vllm-0.0.2.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.0.2\n")
     sglang, vllm = tmp_path / "sglang", tmp_path / "vllm"
@@ -148,16 +150,31 @@ def test_what_cannot_be_compared_is_refused(words: list[str], said: str, tmp_pat
     assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-def test_an_engine_that_fails_ends_the_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("together", [True, False])
+def test_an_engine_that_fails_is_left_out(together: bool, peers: dict[str, Path], tmp_path: Path,
+                                          capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    peers["sglang"].write_text('#!/bin/sh\n[ "$1" = -c ] && echo version 1 && exit\necho out of memory; exit 3\n')
+    words = ["bench", "versus", "--model", "embedded", "--peer", f"sglang={peers['sglang']}", "--batch-size", "2",
+             "--peer", f"vllm={peers['vllm']}", "--options", "vllm.static=--engine '{\"enforce_eager\": true}'",
+             "--input-len", "12", "--output-len", "12", "--repeat", "1", *["--together"][:together]]
+    assert main([*words, "--output-dir", str(tmp_path / "out"), "--options", "glowplug=--device cpu"]) == 1
+    said = capsys.readouterr()
+    assert "sglang ended with 3 while it was loading" in said.err and "out of memory" in said.err
+    record = json.loads((tmp_path / "out" / "static.json").read_text())
+    (row,) = record["tables"]["decode step, ms"]
+    assert row["glowplug"] > 0 and row["vllm"] > 0 and "sglang" not in row
+    assert record["conditions"]["failed"] == {"sglang": "sglang ended with 3 while it was loading:"}
+
+
+def test_without_ours_there_is_nothing_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
-    peer = tmp_path / "sglang"
-    peer.write_text('#!/bin/sh\n[ "$1" = -c ] && echo version 1 && exit\necho out of memory; exit 3\n')
-    peer.chmod(0o755)
-    assert main(["bench", "versus", "--model", "embedded", "--peer", f"sglang={peer}", "--batch-size", "1",
-                 "--together", "--output-dir", str(tmp_path / "out")]) == 1
+    assert main(["bench", "versus", "--model", "embedded", "--batch-size", "1", "--options",
+                 "glowplug=--set attention.use=nobody", "--output-dir", str(tmp_path / "out")]) == 1
     error = capsys.readouterr().err
-    assert "sglang ended with 3 while it was loading" in error and "out of memory" in error
+    assert "glowplug ended with" in error and "without glowplug there is no comparison" in error
+    assert not (tmp_path / "out" / "static.json").exists()
 
 
 def looping(tmp_path: Path, name: str) -> Turn:
@@ -188,8 +205,8 @@ def test_programs_stand_still_until_their_turn_and_leave_nothing(tmp_path: Path)
 def test_a_program_that_does_not_load_is_named(tmp_path: Path) -> None:
     never = in_turns([lambda: Turn("late", [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log", {},
                                    lambda log: False)], False, 0.5)
-    with pytest.raises(RuntimeError, match="not loaded after 0.5 s: late"):
-        next(never)
+    with pytest.raises(RuntimeError, match="late was not loaded after 0.5 s"):
+        next(never).check()
 
 
 def test_command_lines_name_the_shapes() -> None:
