@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from glowplug.core.collecting import settle_memory
+from tests.tables import forget
 
 DRIVER = Path("/dev/nvidiactl")
 
@@ -19,6 +20,15 @@ if not DRIVER.exists():
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Full garbage collections from here on look at what tests make, not at six thousand of them each time."""
     settle_memory()
+
+
+@pytest.fixture
+def own_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder that tuned tables are read from, empty; ``tables.forget`` behind what is written into it."""
+    monkeypatch.setattr("glowplug.kernels.triton.tuned.FOLDER", tmp_path)
+    forget()
+    yield tmp_path
+    forget()
 
 
 @pytest.fixture

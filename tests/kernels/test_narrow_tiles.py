@@ -9,30 +9,28 @@ import pytest
 pytest.importorskip("triton")
 
 from glowplug.kernels.triton import awq_gemm, int8_gemm, moe_gemm_awq, moe_gemm_int8, narrow_tiles, tuned
+from tests.tables import forget
 
 KERNELS = [(int8_gemm.DTYPE, moe_gemm_int8.rule), (awq_gemm.DTYPE, moe_gemm_awq.rule)]
 EXPERTS, INTER, HIDDEN = 8, 64, 128
 
 
 @pytest.mark.parametrize(("dtype", "rule"), KERNELS)
-def test_a_table_comes_before_the_kernels_rule(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: str,
+def test_a_table_comes_before_the_kernels_rule(monkeypatch: pytest.MonkeyPatch, own_tables: Path, dtype: str,
                                                rule: narrow_tiles.Rule) -> None:
     def chosen(tokens: int) -> object:
-        return narrow_tiles.config_for.__wrapped__(dtype, rule, tokens, 2, EXPERTS, INTER, HIDDEN)
+        return narrow_tiles.config_for(dtype, rule, tokens, 2, EXPERTS, INTER, HIDDEN)
 
-    monkeypatch.setattr(tuned, "FOLDER", tmp_path)
     monkeypatch.setattr(tuned, "device_name", lambda: "A_card")
-    tuned.table.cache_clear()
     for tokens in (1, 16, 17, 64, 4096):
         assert chosen(tokens) == rule(tokens, 2, EXPERTS)
     measured = {8: {"dense": 1, "block_m": 16}, 64: {"dense": 0, "block_m": 32}}
     name = tuned.file_name(f"E={EXPERTS},N={INTER},H={HIDDEN}", dtype)
-    (tmp_path / name).write_text(json.dumps({rows: {"up": one, "down": one} for rows, one in measured.items()}))
-    tuned.table.cache_clear()
+    (own_tables / name).write_text(json.dumps({rows: {"up": one, "down": one} for rows, one in measured.items()}))
+    forget()
     for tokens, rows in ((1, 8), (16, 8), (17, 64), (20, 64), (128, 64)):  # 17 tokens are too many for a tile of 16
         assert chosen(tokens) == {"up": measured[rows], "down": measured[rows]}, tokens
     assert chosen(129) == rule(129, 2, EXPERTS)
-    tuned.table.cache_clear()
 
 
 def test_kernels_do_not_share_a_choice() -> None:

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from glowplug.kernels.triton import head_gemm, tuned
 from glowplug.kernels.triton.tuned import Config
 from tests import uninterpreted
+from tests.tables import forget
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCRIPT = """
@@ -57,17 +58,14 @@ def test_tiles(config: Config, tokens: int, size: int, depth: int) -> None:
         assert difference(head_gemm.multiply(x, weight, config), x, weight) < 5e-5
 
 
-def test_cublas_unless_a_table_says_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuned, "FOLDER", tmp_path)
-    head_gemm.config_for.cache_clear()
-    assert head_gemm.config_for(32, 999, 64) is None
+def test_cublas_unless_a_table_says_otherwise(own_tables: Path) -> None:
+    assert head_gemm.config_for(32, 1000, 64) is None
     ours = tiles(64, 64, True)
-    tuned.keep(tmp_path / tuned.head_file_name(1000, 64), {8: {"way": "cublas"}, 32: ours})
+    tuned.keep(own_tables / tuned.head_file_name(1000, 64), {8: {"way": "cublas"}, 32: ours})
+    forget()
     chosen = {tokens: head_gemm.config_for(tokens, 1000, 64) for tokens in (0, 1, 8, 30, 64, 65, 200)}
     assert chosen == {0: None, 1: None, 8: None, 30: ours, 64: ours, 65: None, 200: None}
     assert head_gemm.config_for(32, 1000, 72) is None
-    head_gemm.config_for.cache_clear()
-    tuned.table.cache_clear()
 
 
 def test_what_it_can_do() -> None:
@@ -103,7 +101,7 @@ def test_bfloat16(size: int, depth: int, config: Config) -> None:
 
 
 @pytest.mark.gpu
-def test_a_head_with_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_with_a_table(own_tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from glowplug.core.protocols import LinearShape
     from glowplug.plugins.quantization.dense_linear_cuda import CudaLinear
 
@@ -118,13 +116,10 @@ def test_a_head_with_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     asked: list[int] = []
     multiply = head_gemm.multiply
     monkeypatch.setattr(head_gemm, "multiply", lambda *given: asked.append(len(given[0])) or multiply(*given))
-    monkeypatch.setattr(tuned, "FOLDER", tmp_path)
-    tuned.keep(tmp_path / tuned.head_file_name(4000, 1024), {16: {"way": "cublas"}, 32: tiles(64, 64, True)})
-    head_gemm.config_for.cache_clear()
+    tuned.keep(own_tables / tuned.head_file_name(4000, 1024), {16: {"way": "cublas"}, 32: tiles(64, 64, True)})
+    forget()
     assert difference(head.apply(x), x, weight) < 5e-5 and difference(plain, x, weight) < 5e-5
     assert difference(head.apply(x.repeat(5, 1)), x.repeat(5, 1), weight) < 5e-5
     assert asked == [32], "160 rows and those of cuBLAS are no business of theirs"
     head.apply(x[:8])
     assert asked == [32]
-    head_gemm.config_for.cache_clear()
-    tuned.table.cache_clear()

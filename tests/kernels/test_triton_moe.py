@@ -12,6 +12,7 @@ from glowplug.kernels.activation import silu_and_mul
 from glowplug.kernels.triton import moe_experts, moe_gemm, moe_gemv, moe_tiles, tuned
 from glowplug.kernels.triton.moe_align import align
 from glowplug.kernels.triton.moe_tiles import tile
+from tests.tables import forget
 
 GPU = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float32)
@@ -84,13 +85,13 @@ def test_rules_cover_every_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> 
     assert ways == ["gemv", "dense", "dense", "sorted", "sorted", "sorted", "sorted"]
     measured = {4: {"up": GEMV, "down": GEMV}, 100: moe_tiles.rule(problem, 64)}
     monkeypatch.setattr(tuned, "table", lambda name: measured if name == problem.table_name else None)
-    moe_tiles.chosen.cache_clear()
+    forget()
     assert moe_tiles.chosen(problem, 50) is measured[4] and moe_tiles.chosen(problem, 53) is measured[100]
     measured = {16: moe_tiles.rule(problem, 16), 64: moe_tiles.rule(problem, 64)}
-    moe_tiles.chosen.cache_clear()
+    forget()
     assert moe_tiles.chosen(problem, 16) is measured[16], "a tile of all tokens"
     assert moe_tiles.chosen(problem, 17) is measured[64]
-    moe_tiles.chosen.cache_clear()
+    forget()
 
 
 @pytest.mark.gpu

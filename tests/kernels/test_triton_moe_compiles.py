@@ -15,6 +15,7 @@ from glowplug.kernels.triton import moe_tiles, moe_tuning, tuned
 from glowplug.kernels.triton.moe_align import max_blocks
 from glowplug.kernels.triton.moe_tiles import Problem
 from glowplug.plugins.quantization.experts_bytes import dense_experts
+from tests.tables import forget
 
 PROBLEM = Problem(66, 8, 2048, 1408, "bfloat16")
 SCRIPT = """
@@ -55,9 +56,9 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tables of that card, with the version of Triton that they were measured with."""
     monkeypatch.setattr(tuned, "device_name", lambda: "NVIDIA_H200")
     monkeypatch.setattr(tuned, "triton_version", lambda: "3.6")
-    moe_tiles.chosen.cache_clear()
+    forget()
     yield
-    moe_tiles.chosen.cache_clear()
+    forget()
 
 
 def test_rows_of_the_table_and_whom_they_serve(an_h200: None) -> None:

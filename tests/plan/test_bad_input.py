@@ -21,6 +21,7 @@ from glowplug.core.testing.fakes import write_model
 from glowplug.kernels.triton import tuned
 from glowplug.plugins.quantization import gemm_order, tuned_tables
 from tests.narrow import AWQ
+from tests.tables import forget
 
 H200 = read_sheet("1xh200")
 LIBRARIES = {"sglang-kernel": "0.4.2.post2", "flashinfer-python": "0.6.11.post1", "sgl-deep-gemm": "0.1.0",
@@ -321,21 +322,16 @@ class TestTunedTables:
         for plan in (make(packages=dict.fromkeys(LIBRARIES, "")), make(hardware=A100)):
             assert not [found for found in plan.decisions if found.field == tuned_tables.FIELD]
 
-    def test_whose_kernel_scores_tokens_is_said(self, make: Callable[..., EnginePlan], tmp_path: Path,
-                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_whose_kernel_scores_tokens_is_said(self, make: Callable[..., EnginePlan], own_tables: Path) -> None:
         assert not [found for found in make(hardware=B200).decisions if found.field == tuned_tables.HEAD]
         plan, ours = make(), {"way": "tiles"}
         vocab, hidden = plan.facts.model.vocab_size, plan.facts.model.hidden_size
-        monkeypatch.setattr(tuned, "FOLDER", tmp_path)
-        path = tmp_path / tuned.head_file_name(vocab, hidden, ("NVIDIA H100", "3.6"))
+        path = own_tables / tuned.head_file_name(vocab, hidden, ("NVIDIA H100", "3.6"))
         tuned.keep(path, {1: {"way": "cublas"}, 8: ours, 32: ours})
-        try:
-            tuned.table.cache_clear()
-            found = decision(make(hardware=H100), tuned_tables.HEAD)
-            assert found.value == "by rows" and "at 8, 32 rows, as measured on NVIDIA H100" in found.why
-            assert not [each for each in make({"dtype": "float16"}, H100).decisions if each.field == tuned_tables.HEAD]
-        finally:
-            tuned.table.cache_clear()
+        forget()
+        found = decision(make(hardware=H100), tuned_tables.HEAD)
+        assert found.value == "by rows" and "at 8, 32 rows, as measured on NVIDIA H100" in found.why
+        assert not [each for each in make({"dtype": "float16"}, H100).decisions if each.field == tuned_tables.HEAD]
 
     def test_who_multiplies_is_said(self, make: Callable[..., EnginePlan]) -> None:
         fp8 = {"quantization": {"use": "block_fp8"}}
