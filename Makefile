@@ -35,8 +35,10 @@ test-slow: $(VENV)/.test
 	$(TESTENV) $(RUN) pytest -m "slow and not gpu" $(ARGS)
 
 # On a machine whose own Python has torch with CUDA and the test tools, nothing is installed: it is used as it is.
+# A run that was cut short goes on with ARGS="--left-by FILE", FILE a copy of its record.
+RECORD ?= docs/benchmarks/gpu-tests.json
 gpu-test:
-	PYTHONPATH=src:$$PYTHONPATH $(GPU_PYTHON) -m pytest -m gpu $(ARGS)
+	PYTHONPATH=src:$$PYTHONPATH $(GPU_PYTHON) -m pytest -p tests.gpu_record --record $(RECORD) -m gpu $(ARGS)
 
 # The kernels' tests under compute-sanitizer, which comes with the CUDA toolkit.
 gpu-sanitize:

@@ -178,12 +178,16 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cells whose names match this")
     parser.add_argument("--pairs", action="store_true", help="a sample that covers every pair of values")
     parser.add_argument("--seconds", type=float, default=3600.0, help="stop after so long")
+    parser.add_argument("--left-by", type=Path, help="of a run's output: only cells that it did not reach, or saw fail")
     options = parser.parse_args()
     started, plugins = time.time(), load_plugins(AGREEING)
     with tempfile.TemporaryDirectory() as folder:
         cells = [cell for cell in matrix(plugins, options.device) if re.search(options.only, cell.name)]
         fitting, reasons = admitted(cells, plugins, write_models(Path(folder)), options.device)
     chosen = pairwise(fitting, 1) if options.pairs else random.Random(1).sample(fitting, len(fitting))
+    if options.left_by:
+        before = json.loads(options.left_by.read_text(encoding="utf-8"))
+        chosen = [cell for cell in chosen if cell.name in {*before["not_run"], *before["failures"]}]
     print(f"{len(cells)} cells, {len(fitting)} admitted, {len(chosen)} to run", flush=True)
     from glowplug.entrypoints.bench.conditions import conditions
     from glowplug.entrypoints.bench.report import write_json

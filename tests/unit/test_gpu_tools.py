@@ -165,6 +165,12 @@ def test_what_a_stopped_run_had_done_is_kept(tmp_path: Path, monkeypatch: pytest
     assert (found["run"], found["failed"], found["complete"]) == (2, 1, False) and found["admitted"] > 2
     assert len(found["not_run"]) == found["admitted"] - 2
     assert list(found["failures"].values()) == ["AssertionError: other tokens"] and not list(tmp_path.glob("*.tmp"))
+    monkeypatch.setattr(gpu_combinations, "whole", lambda cells, *_: ((cell, right, "") for cell in cells))
+    monkeypatch.setattr("sys.argv", ["cells", "--device", "cpu", "--only", "^llama-torch_mha", "--left-by", str(file),
+                                     "--output", str(tmp_path / "rest.json")])
+    assert gpu_combinations.main() == 0
+    rest = json.loads((tmp_path / "rest.json").read_text())
+    assert rest["complete"] and rest["run"] == found["admitted"] - 1, "what was not reached, and what had failed"
 
 
 def test_distances() -> None:
