@@ -152,6 +152,16 @@ CONDITIONS = ("date", "model_id", "backend", "dataset_name", "random_input_len",
               "random_range_ratio", "request_rate", "seed")  #: of a serving run, that its lines repeat
 
 
+RUN = ("date", "max_concurrency", "num_prompts", "seed", "duration", "completed", "failed", "output_throughput",
+       "total_token_throughput", "mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "median_tpot_ms",
+       "p99_tpot_ms", "mean_itl_ms", "p99_itl_ms", "mean_e2el_ms", "p99_e2el_ms", "device_idle_share")
+
+
+def runs(path: Path) -> list[Record]:
+    """What is worth keeping of each serving run in the file."""
+    return [{key: line[key] for key in RUN if line.get(key) is not None} for line in _records(path)]
+
+
 def header(path: Path) -> dict[str, Any]:
     """Conditions of a ``--save`` document, or of the first line of a serving run with its requests by concurrency."""
     try:

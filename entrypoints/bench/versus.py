@@ -148,7 +148,7 @@ class Comparison:
                 with self._blamed("static", turn.name):
                     turn.finish(args.timeout)
                     found[turn.name] = peers.points(files[turn.name])
-        self._write("static", found, files[OURS], {})
+        self._write("static", found, files[OURS])
 
     # ---- serving ----------------------------------------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ class Comparison:
         if args.offline and OURS in found:
             with self._blamed("serving", "offline"):
                 beside = peers.beside_offline(found[OURS], self._offline())
-        self._write("serving", found, files[OURS], beside)
+        self._write("serving", found, files[OURS], beside, {name: peers.runs(files[name]) for name in found})
 
     def _load_on(self, engine: PeerEngine, port: int, result: Path) -> None:
         """A pass that does not count, then all concurrencies."""
@@ -228,11 +228,12 @@ class Comparison:
 
     # ---- results ----------------------------------------------------------------------------------------------------
 
-    def _write(self, kind: str, engines: Mapping[str, peers.Points], ours: Path, beside: peers.Tables) -> None:
+    def _write(self, kind: str, engines: Mapping[str, peers.Points], ours: Path, beside: peers.Tables | None = None,
+               runs: Mapping[str, object] | None = None) -> None:
         """Tables of those that were measured. RuntimeError where we are not among them: nothing to compare with."""
         if OURS not in engines:
             raise RuntimeError(f"{kind}: without {OURS} there is no comparison")
-        found = peers.comparison(engines) | beside
+        found = peers.comparison(engines) | (beside or {})
         tables = peers.markdown(found, list(engines))
         print(tables, flush=True)
         (self._folder / f"{kind}.md").write_text(tables + "\n", encoding="utf-8")
@@ -245,4 +246,4 @@ class Comparison:
                 "commands": {name: text for name, text in self._commands.items() if name.endswith(kind)}}
         failed = {name: text.partition("\n")[0] for (of, name), text in self.failed.items() if of == kind}
         report.write_json(self._folder / f"{kind}.json", {"conditions": said | ({"failed": failed} if failed else {}),
-                                                          "tables": found})
+                                                          "tables": found, **({"runs": runs} if runs else {})})

@@ -33,7 +33,8 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="further arguments of vllm.LLM")
     args = parser.parse_args()
-    sys.path[:] = [place for place in sys.path if place != str(Path(__file__).parent)]  # its names are not vLLM's
+    here = Path(__file__).resolve().parent
+    sys.path[:] = [place for place in sys.path if Path(place).resolve() != here]  # names here are not for vLLM to find
     from vllm import LLM
 
     sizes = sorted(set(args.batch_size))

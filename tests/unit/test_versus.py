@@ -130,6 +130,7 @@ def test_servers_one_after_another(peers: dict[str, Path], tmp_path: Path, capsy
     assert [row["point"] for row in rates] == [1, 2] and all(row["glowplug"] and row["sglang"] for row in rates)
     assert all(0 < row["share_of_floor"] < 1 for row in rates)
     assert record["tables"]["serving beside the offline engine, output tokens/s"][0]["share_of_offline"] > 0
+    assert [line["completed"] for line in record["runs"]["sglang"]] == [2, 4]
     assert record["conditions"]["requests"] == {"1": 2, "2": 4} and not (out / "static.json").exists()
 
 
