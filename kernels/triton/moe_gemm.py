@@ -23,7 +23,7 @@ from glowplug.kernels.triton.moe_tiles import WIDE
 
 POLLS_AT_MOST: tl.constexpr = tl.constexpr(4096)  # looks for the gate's sign; it comes within some ten
 SPARSE = 32  #: rows of a tile up to which most are padding, which is not read: its way from L2 takes time from weights'
-Config = Mapping[str, Any]  #: of one product: block_m, block_n, block_k, group, warps, stages, swap, tma, way
+Config = Mapping[str, Any]  #: of one product: block_m, block_n, block_k, group, warps, stages, swap, tma, way, wide
 
 
 class Early(NamedTuple):
@@ -230,9 +230,10 @@ def _grouped(x, x_stored, w, stored, out, ids, weights, sorted_pairs, expert_of_
           UP, TMA, X_TMA, SWAP, EVEN_K, MASK, BLOCK_M, BLOCK_N, BLOCK_K)
 
 
-def wide_tile(tokens: int, up: bool, warps: int) -> tuple[int, int, int]:
+def wide_tile(tokens: int, up: bool, config: Config) -> tuple[int, int, int]:
     """Rows, columns and depth of a tile of everybody's experts, whose tokens share one where they fit."""
-    return min(WIDE, max(16, triton.next_power_of_2(tokens))), 64 if up or warps < 8 else 128, 64
+    columns = config.get("wide") or (64 if up or config["warps"] < 8 else 128)
+    return min(WIDE, max(16, triton.next_power_of_2(tokens))), columns, 64
 
 
 def _launch(x: Tensor, w: Tensor, out: Tensor, ids: Tensor, weights: Tensor | None, aligned: Alignment | None,
@@ -245,7 +246,7 @@ def _launch(x: Tensor, w: Tensor, out: Tensor, ids: Tensor, weights: Tensor | No
     tma = bool(config.get("tma")) and depth * w.element_size() % 16 == 0
     x_tma = tma and not dense and weights is not None
     places = (None, None) if dense else (aligned.sorted_pairs, aligned.expert_of_block)
-    wide_m, wide_n, wide_k = wide_tile(ids.shape[0], weights is None, config["warps"]) if shared else (16, 16, 16)
+    wide_m, wide_n, wide_k = wide_tile(ids.shape[0], weights is None, config) if shared else (16, 16, 16)
     wide = shared * triton.cdiv(ids.shape[0], wide_m) * triton.cdiv(columns, wide_n)
     _grouped[(wide + m_blocks * n_blocks,)](
         TensorDescriptor.from_tensor(x, [block_m, block_k]) if x_tma else x, x,

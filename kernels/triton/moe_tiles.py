@@ -1,8 +1,9 @@
 """In which way and with which tiles routed experts are multiplied: a table's, or a rule's. No torch.
 
-A configuration of one product: ``way`` "gemv", "dense" or "sorted" (see ``moe_gemv`` and ``moe_gemm``) and its tiles,
-or "hopper" (``moe_gemm_hopper``). Both products are sorted, with the same block_m, or neither is, and both are by
-"hopper" or neither is; with ``apart`` everybody's experts are then dense products (``moe_shared``).
+A configuration of one product: ``way`` "gemv", "dense" or "sorted" (see ``moe_gemv`` and ``moe_gemm``) and its tiles
+(``wide``: columns of those of everybody's experts, where not the kernel's own choice), or "hopper"
+(``moe_gemm_hopper``). Both products are sorted, with the same block_m, or neither is, and both are by "hopper" or
+neither is; with ``apart`` everybody's experts are then dense products (``moe_shared``).
 """
 from __future__ import annotations
 
@@ -39,9 +40,11 @@ class Problem:
 
 
 def tile(way: str, block_m: int, block_n: int, block_k: int, warps: int, stages: int, *, group: int = 64,
-         swap: bool = False, tma: bool = False) -> dict[str, str | int]:
-    return {"way": way, "block_m": block_m, "block_n": block_n, "block_k": block_k, "warps": warps, "stages": stages,
-            "group": group, "swap": int(swap), "tma": int(tma)}
+         swap: bool = False, tma: bool = False, wide: int = 0) -> dict[str, str | int]:
+    found: dict[str, str | int] = {
+        "way": way, "block_m": block_m, "block_n": block_n, "block_k": block_k, "warps": warps, "stages": stages,
+        "group": group, "swap": int(swap), "tma": int(tma)}
+    return found | ({"wide": wide} if wide else {})
 
 
 def rule(problem: Problem, tokens: int) -> dict[str, Config]:

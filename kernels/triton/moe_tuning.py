@@ -28,9 +28,15 @@ SHARED_MEMORY = 225_000  #: bytes a program may use on Hopper
 Measured = tuple[float, Config]
 
 
-def _fits(product: str, config: Config, width: int = 2) -> bool:
-    weights = (2 if product == "up" else 1) * config["block_n"]
-    return config["stages"] * (weights + config["block_m"]) * config["block_k"] * width <= SHARED_MEMORY
+def _fits(product: str, config: Config, problem: Problem, tokens: int, width: int = 2) -> bool:
+    """Into a program's shared memory, everybody's experts' tiles too; wide ones only where no column is left over."""
+    columns, products = (problem.inter, 2) if product == "up" else (problem.hidden, 1)
+    tiles = [(config["block_m"], config["block_n"], config["block_k"])]
+    if has_wide_tiles(config, tokens):
+        tiles.append(moe_gemm.wide_tile(tokens, product == "up", config))
+    most = max((rows + products * each) * depth for rows, each, depth in tiles)
+    divide = all(each <= 128 or columns % each == 0 for _, each, _ in tiles)
+    return divide and config["stages"] * most * width <= SHARED_MEMORY
 
 
 def _streaming() -> Iterator[Config]:
@@ -47,6 +53,14 @@ def _streaming() -> Iterator[Config]:
     for block_m in (32, 64):  # columns of an expert side by side: V2-Lite's gates and ups of 192 to 384 tokens
         yield tile("sorted", block_m, 128, 64, 4, 5, group=4, swap=True, tma=True)
     yield tile("sorted", 32, 64, 128, 4, 3, group=8, swap=True)
+    for block_m in (16, 32):  # activations fetched for more columns at once, everybody's experts' above all
+        for block_n, block_k, warps, stages, tma, wide in (
+            (128, 64, 4, 3, 0, 128), (128, 128, 8, 3, 1, 128), (256, 64, 8, 3, 0, 128), (256, 64, 8, 3, 1, 128),
+            (256, 64, 8, 4, 0, 128), (256, 64, 4, 3, 0, 64), (256, 64, 8, 3, 0, 256),
+        ):
+            for group in (8, 64):
+                yield tile("sorted", block_m, block_n, block_k, warps, stages, group=group, swap=True, tma=bool(tma),
+                           wide=wide)
 
 
 def _computing() -> Iterator[Config]:
@@ -84,9 +98,10 @@ def candidates(product: str, problem: Problem, tokens: int, hopper: bool = False
     if load <= 64:
         found += [c for c in _streaming() if (c["block_m"] == max(16, triton.next_power_of_2(tokens))
                                               if c["way"] == "dense" else 8 < tokens and c["block_m"] <= 4 * load + 16)]
+    found = [c for c in found if "wide" not in c or has_wide_tiles(c, tokens)]
     if load >= 6:
         found += [c for c in _computing() if c["block_m"] <= max(64, 4 * load)]
-    found = [c for c in found if c["way"] == "gemv" or _fits(product, c)]
+    found = [c for c in found if c["way"] == "gemv" or _fits(product, c, problem, tokens)]
     return [*found, *_hopper(problem)] if load >= 48 and (hopper or moe_gemm_hopper.supported()) else found
 
 

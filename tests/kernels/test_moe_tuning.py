@@ -28,6 +28,9 @@ def test_candidates_fit_and_go_together(tokens: int) -> None:
                 assert config["block_m"] >= tokens, "one tile of all tokens"
     measured = {product: [(1.0, config) for config in configs] for product, configs in found.items()}
     assert moe_tuning.best_pair(measured, 0.0, 0.0)[0] == 2.0
+    wide = {product: {config.get("wide", 0) for config in configs} for product, configs in found.items()}
+    apart = 16 < tokens <= 512  # tiles of their own for everybody's experts, which 1,408 columns do not all divide by
+    assert wide == ({"up": {0, 128}, "down": {0, 64, 128, 256}} if apart else {"up": {0}, "down": {0}})
 
 
 def test_a_pair_pays_for_its_alignment_and_sum() -> None:

@@ -49,6 +49,12 @@ def configs(*, swap: bool, tma: bool) -> list[dict[str, dict[str, str | int]]]:
              "down": tile(way, 16, wide, 32, 4, 3, group=1, swap=swap, tma=tma)} for way in ("dense", "sorted")]
 
 
+def wider(up: int, down: int) -> dict[str, dict[str, str | int]]:
+    """With so many columns in a tile of everybody's experts."""
+    return {"up": tile("sorted", 16, 128 if GPU else 32, 64, 8, 3, swap=True, wide=up),
+            "down": tile("sorted", 16, 256 if GPU else 32, 64, 8, 3, swap=True, wide=down)}
+
+
 def check(given: list[Tensor], config: dict[str, dict[str, str | int]]) -> None:
     assert error(moe_experts.experts(*given, config), *given) < TOLERANCE
 
@@ -161,6 +167,15 @@ def test_experts_of_every_token_share_tiles(shared: int, tokens: int) -> None:
         assert error(moe_experts.experts(*given, config, shared), *given) < TOLERANCE
 
 
+@pytest.mark.parametrize(("up", "down"), [(16, 32), (32, 16), (128, 64)])
+def test_their_tiles_are_as_wide_as_asked(up: int, down: int) -> None:
+    """Also where columns are left over: 40 and 72 of them."""
+    config = wider(up, down)
+    given = everybodys(draw(21, 4, 7, 72, 40, 0.3, 0), 2)
+    assert moe_gemm.wide_tile(21, True, config["up"])[1] == up
+    assert error(moe_experts.experts(*given, config, 2), *given) < TOLERANCE
+
+
 @pytest.mark.parametrize("shared", [1, 2])
 def test_vectors_take_them_like_the_others(shared: int) -> None:
     given = everybodys(draw(2, 4, 7, 48, 40, 0.5, 1), shared)
@@ -173,6 +188,7 @@ def test_vectors_take_them_like_the_others(shared: int) -> None:
 def test_they_do_on_the_device(tokens: int, sizes: tuple[int, ...]) -> None:
     """The chosen configuration and fixed ones, with poisoned memory, twice."""
     fixed = [configs(swap=swap, tma=tma)[1] for swap, tma in ((False, False), (True, True), (False, True))]
+    fixed += [wider(128, 128), wider(64, 256)]
     for seed, absent in ((0, 0.0), (1, 0.3)):
         given = everybodys(draw(tokens, *sizes, absent=absent, seed=seed), 2)
         poison = torch.full((tokens * sizes[0] * max(sizes[2:]) * 4,), float("nan"), dtype=DTYPE, device=DEVICE)

@@ -33,7 +33,7 @@ for tokens in (160, 192, 256, 384, 512):
         config, up = chosen(problem, tokens)[product], product == "up"
         rows, columns, depth = config["block_m"], config["block_n"], config["block_k"]
         tma, x_tma = bool(config["tma"]), bool(config["tma"]) and not up
-        wide = dict(zip(("WIDE_M", "WIDE_N", "WIDE_K"), moe_gemm.wide_tile(tokens, up, config["warps"])))
+        wide = dict(zip(("WIDE_M", "WIDE_N", "WIDE_K"), moe_gemm.wide_tile(tokens, up, config)))
         constants = dict(UP=up, SORTED=True, TOPK=8, WIDTH=8, TMA=tma, X_TMA=x_tma, SWAP=bool(config["swap"]),
                          EVEN_K=True, MASK=rows <= moe_gemm.SPARSE and not x_tma, BLOCK_M=rows, BLOCK_N=columns,
                          BLOCK_K=depth, SHARED=2, EARLY=early, DEPENDENT=True, **wide)
