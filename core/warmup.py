@@ -27,6 +27,7 @@ FEW_PAGES = 2  #: enough of a pool for every step here
 CACHED_CHUNKS = 1  #: chunks before the one whose memory is measured; backends read longer prefixes in pieces
 BETWEEN = 24  #: steps with prompts between the captured and the largest ones, each with one decoding row more
 EVEN = 16  #: kernels are compiled apart for numbers that it divides
+WHOLE = 512  #: numbers that it divides come back, with prompts of round lengths: libraries compile for them, too
 EVERYTHING = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, presence_penalty=0.1,
                             repetition_penalty=1.1, logprobs=MAX_LOGPROBS, allowed_token_ids=[0, 1, 2],
                             logit_bias={1: 1.0}, max_tokens=1, seed=0)
@@ -123,16 +124,20 @@ def steps_between(runner: Runner, plan: EnginePlan) -> None:
 
 
 def counts_between(sizes: Sizes) -> list[tuple[int, int]]:
-    """(decoding rows, tokens) of those steps. Tokens are odd and divisible by EVEN in turn."""
-    least = sizes.pass_tokens[-1] if sizes.pass_tokens else 0
-    found = []
-    for count in range(1, min(BETWEEN, sizes.max_running - 1) + 1):
-        tokens = least + (sizes.chunk_size - least) * count // BETWEEN
-        tokens = tokens // EVEN * EVEN if count % 2 else tokens - 1 + tokens % 2
-        decodes = count if sizes.width == 1 else 0
-        if tokens > decodes:
-            found.append((decodes, tokens))
-    return found
+    """(decoding rows, tokens) of those steps, ascending: every multiple of WHOLE, and numbers between that are odd and
+    divisible by EVEN in turn."""
+    least, most = sizes.pass_tokens[-1] if sizes.pass_tokens else 0, sizes.chunk_size
+    steps = min(BETWEEN, sizes.max_running - 1)
+    wholes = set(range(least // WHOLE * WHOLE + WHOLE, most, WHOLE)) if steps else set()
+    found = set(wholes)
+    for count in range(1, steps + 1):
+        tokens = least + (most - least) * count // BETWEEN
+        near = round(tokens / WHOLE) * WHOLE
+        if count % 2 and near in wholes and abs(near - tokens) * BETWEEN < most - least:
+            continue  # one of them is as good
+        found.add(tokens // EVEN * EVEN if count % 2 else tokens - 1 + tokens % 2)
+    decodes = [min(number, steps) if sizes.width == 1 else 0 for number in range(1, len(found) + 1)]
+    return [(rows, tokens) for rows, tokens in zip(decodes, sorted(found)) if tokens > rows]
 
 
 def _mixed(plan: EnginePlan, decodes: int, tokens: int) -> Batch:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from glowplug.core.errors import GlowplugError
+from glowplug.core.warmup import WHOLE
 from glowplug.kernels.triton import tuned
 from glowplug.plugins.quantization import gemm_order
 from glowplug.plugins.quantization.block_fp8 import HALVES
@@ -86,13 +87,13 @@ class DeepGemm(_Library):
     """DeepGEMM (DeepSeek-AI, 2025).
 
     NOTE: it compiles for seconds whenever its own rule picks tiles it has not used yet, and that depends on the rows.
-    So it only takes numbers that come back, few rows and full steps, not the odd sizes of prompts in a running server.
+    So it only takes numbers that come back and are tried before any request: few rows, and multiples of WHOLE.
     """
 
     name, module, function = "deep_gemm", "deep_gemm", "fp8_gemm_nt"
 
     def fits(self, rows: int, columns: int, depth: int) -> bool:
-        return depth % BLOCK == 0 and columns % 16 == 0 and (rows <= 128 or rows % 512 == 0)
+        return depth % BLOCK == 0 and columns % 16 == 0 and (rows <= 128 or rows % WHOLE == 0)
 
     def __call__(self, x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> Tensor:
         out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.bfloat16, device=x.device)

@@ -9,12 +9,26 @@ import pytest
 from glowplug import LLM, SamplingParams
 from glowplug.core.batch import Batch
 from glowplug.core.offers import Mode
+from glowplug.core.plan import Sizes
 from glowplug.core.runner import InFlight, Runner
-from glowplug.core.warmup import BETWEEN, steps_between
+from glowplug.core.warmup import BETWEEN, WHOLE, counts_between, steps_between
 from tests.tiny import write_config
 
 PROMPTS = [[5, 6, 7], [8, 9], [1] * 40]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.mark.parametrize("chunk", [1536, 8192, 16384])
+@pytest.mark.parametrize("least", [0, 1536])
+@pytest.mark.parametrize("width", [1, 3])
+def test_round_numbers_are_all_tried(chunk: int, least: int, width: int) -> None:
+    sizes = Sizes(context_length=4096, max_running=64, max_queued=64, max_step_tokens=chunk + 64, chunk_size=chunk,
+                  page_size=64, num_pages=64, kv_bytes=0, width=width, pass_tokens=(least,) if least else ())
+    found = counts_between(sizes)
+    tokens = [count for _, count in found]
+    assert set(range(least + WHOLE, chunk, WHOLE)) <= set(tokens) and tokens == sorted(set(tokens))
+    assert {count % 2 for count in tokens} == {0, 1} or chunk - least < BETWEEN
+    assert [rows for rows, _ in found] == [min(at + 1, BETWEEN) * (width == 1) for at in range(len(found))]
 
 
 def tiny(tmp_path: Path, rows: int) -> LLM:
