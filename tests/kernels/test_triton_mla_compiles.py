@@ -72,4 +72,4 @@ def test_decoding_for_hopper_compiles() -> None:
 def test_they_compile_for_hopper() -> None:
     assert uninterpreted.printed("-c", SCRIPT).split() == [
         *["_prologue"] * 8, *["_by_heads_fp8"] * 4, *["_by_heads"] * 2, *["_joined"] * 3, "_store", "_gather",
-        "_spread", "_merge_into"]
+        "_in_e4m3", "_spread", "_merge_into"]
