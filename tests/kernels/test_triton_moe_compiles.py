@@ -71,10 +71,10 @@ def test_rows_of_the_table_and_whom_they_serve(an_h200: None) -> None:
             assert {product["way"] for product in config.values()} == {"sorted"}, "tiles of any number of tokens"
             assert moe_tiles.has_wide_tiles(config["up"], tokens), "so everybody's experts may begin early"
     assert moe_tiles.chosen(PROBLEM, 143) is table[128] and moe_tiles.chosen(PROBLEM, 448) is table[512]
-    for config in table.values():
+    for tokens, config in table.items():
         tiles = {product: tile for product, tile in config.items() if tile["way"] == "sorted"}
         assert len(tiles) in (0, 2) and len({tile["block_m"] for tile in tiles.values()}) <= 1, "one alignment for both"
-        assert all(moe_tuning._fits(product, tile) for product, tile in tiles.items())
+        assert all(moe_tuning._fits(product, tile, PROBLEM, tokens) for product, tile in tiles.items())
 
 
 def step(tokens: int, card: str = "NVIDIA H200", triton: str = "3.6.0") -> ExpertsStep:
