@@ -128,7 +128,7 @@ def counts_between(sizes: Sizes) -> list[tuple[int, int]]:
     divisible by EVEN in turn."""
     least, most = sizes.pass_tokens[-1] if sizes.pass_tokens else 0, sizes.chunk_size
     steps = min(BETWEEN, sizes.max_running - 1)
-    wholes = set(range(least // WHOLE * WHOLE + WHOLE, most, WHOLE)) if steps else set()
+    wholes = set(range(least // WHOLE * WHOLE + WHOLE, most, WHOLE))
     found = set(wholes)
     for count in range(1, steps + 1):
         tokens = least + (most - least) * count // BETWEEN
