@@ -27,6 +27,7 @@ import numpy as np
 from glowplug import LLM, SamplingParams
 from glowplug.core.plugins import load_plugins
 from tests.gpu_cells import AGREEING, DENSE, KINDS, KV_TOKENS, VOCAB, Cell, admitted, matrix, pairwise, write_models
+from tests.gpu_record import left_by
 
 PAGE, TOKENS = 64, 24
 
@@ -186,8 +187,8 @@ def main() -> int:
         fitting, reasons = admitted(cells, plugins, write_models(Path(folder)), options.device)
     chosen = pairwise(fitting, 1) if options.pairs else random.Random(1).sample(fitting, len(fitting))
     if options.left_by:
-        before = json.loads(options.left_by.read_text(encoding="utf-8"))
-        chosen = [cell for cell in chosen if cell.name in {*before["not_run"], *before["failures"]}]
+        left = left_by(options.left_by)
+        chosen = [cell for cell in chosen if cell.name in left]
     print(f"{len(cells)} cells, {len(fitting)} admitted, {len(chosen)} to run", flush=True)
     from glowplug.entrypoints.bench.conditions import conditions
     from glowplug.entrypoints.bench.report import write_json

@@ -34,25 +34,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     path = config.getoption("--left-by")
     if path is None:
         return
-    found = json.loads(path.read_text(encoding="utf-8"))
-    wanted = {*found["not_run"], *found["failures"]}
+    wanted = left_by(path)
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in wanted])
     items[:] = [item for item in items if item.nodeid in wanted]
+
+
+def left_by(path: Path) -> set[str]:
+    """What the record there did not reach, or saw fail; combinations' are read by it, too."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return {*found["not_run"], *found["failures"]}
 
 
 class Record:
     """Outcomes by test; the worst of its phases counts."""
 
     def __init__(self, path: Path, config: pytest.Config) -> None:
-        from glowplug.core.machine import cuda_devices
-        from glowplug.entrypoints.bench.conditions import conditions
+        from glowplug.entrypoints.bench.conditions import conditions_apart
 
-        cards = cuda_devices()
         words = " ".join(map(str, config.invocation_params.args))
         self._path, self._started, self._written = path, time.monotonic(), 0.0
-        self._said = conditions("cpu") | {"command": f"pytest {words}"}
-        if cards:  # NOTE: without a context of this process on it
-            self._said["card"] = f"{len(cards)} x {cards[0].name}"
+        self._said = conditions_apart() | {"command": f"pytest {words}"}
         self._tests: dict[str, str] = {}  #: -> passed, failed, skipped or "" where it has not been reached
         self._failures: dict[str, str] = {}
 

@@ -28,6 +28,15 @@ def conditions(device: str) -> dict[str, Any]:
     return found | (_card() if device == "cuda" else {"card": f"cpu ({platform.machine()})"})
 
 
+def conditions_apart() -> dict[str, Any]:
+    """As ``conditions``, of a process that has no context of its own on the card that others measure."""
+    from glowplug.core.machine import cuda_devices
+
+    cards = [card.name for card in cuda_devices()]
+    several = f"{len(cards)} x " if len(cards) > 1 else ""
+    return conditions("cpu") | ({"card": several + cards[0]} if cards else {})
+
+
 def _commit() -> str:
     """Of the checkout this runs from; "" when it is none."""
     root = Path(__file__).resolve().parents[2]

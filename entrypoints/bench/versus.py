@@ -17,10 +17,9 @@ from pathlib import Path
 from glowplug import __version__
 from glowplug.core.errors import GlowplugError
 from glowplug.core.facts import ModelFacts
-from glowplug.core.machine import cuda_devices
 from glowplug.core.plugins import load_plugins
 from glowplug.entrypoints.bench import peers, report
-from glowplug.entrypoints.bench.conditions import conditions
+from glowplug.entrypoints.bench.conditions import conditions_apart
 from glowplug.entrypoints.bench.floor import measured_card
 from glowplug.entrypoints.bench.local_server import free_port
 from glowplug.entrypoints.bench.one_batch import MIN_CONTEXT
@@ -239,9 +238,8 @@ class Comparison:
         (self._folder / f"{kind}.md").write_text(tables + "\n", encoding="utf-8")
         order = ("all loaded side by side, then each measured alone while the others were stopped: "
                  if self._args.together else "one after another: ") + ", ".join(engines)
-        here, cards = conditions("cpu"), cuda_devices()  # NOTE: no context of ours on a card that is measured next
-        card = {"card": cards[0].name} if cards else {}
-        said = {**here, **card, **peers.header(ours), "command": here["command"], "versions": dict(self._versions),
+        here = conditions_apart()
+        said = {**here, **peers.header(ours), "command": here["command"], "versions": dict(self._versions),
                 "order": order,
                 "commands": {name: text for name, text in self._commands.items() if name.endswith(kind)}}
         failed = {name: text.partition("\n")[0] for (of, name), text in self.failed.items() if of == kind}
