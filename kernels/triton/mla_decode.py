@@ -24,6 +24,10 @@ JOINED = 8  #: parts of a row's keys up to which who ends last joins them (not o
 APART = 9  #: parts at most that W_UV's product joins instead,
 APART_ROWS = range(8, 33)  #: in steps of so many rows: measured with 8, 16 and 32, with one it gained nothing
 SHORT = 8192  #: keys of the longest row up to which to spare the merge is worth more than a part for every processor
+MANY_HEADS = 64  #: more of them in few rows of SHORT keys at most are cut narrower than the widest tile:
+#: (blocks of this many pairs at most, pairs of a block), so that there is about a program for every processor
+NARROW = ((33, 16), (64, 32))
+MANY_APART = range(1, 9)  #: in steps of so many such rows W_UV's product joins the parts; with 128 heads on an H200
 TICKETS = 1 << 16
 
 
@@ -126,14 +130,19 @@ def tiling(rows: int, width: int, heads: int, context: int, dtype: torch.dtype, 
 
     ``apart``: parts may be left to W_UV's product, where that was measured to be faster. On an H200 at 1024 keys, from
     the prologue to W_UV: 17.3 to 15.6 us with 8 rows (9 parts), 19.9 to 18.3 with 16 (8), 24.7 to 23.6 with 32 (4).
+    Few rows of more than ``MANY_HEADS`` heads: blocks of heads are narrow, which read keys again, but from L2.
     """
     block_m = min(64 if dtype.itemsize <= 2 else 32, max(16, triton.next_power_of_2(width * heads)))
+    many = ring and width == 1 and heads > MANY_HEADS and context <= SHORT
+    if many:
+        block_m = next((narrow for most, narrow in NARROW if rows * triton.cdiv(heads, narrow) <= most), block_m)
     blocks = max(1, rows * triton.cdiv(width * heads, block_m))
     wide, narrow = block_m == 64, kv.itemsize == 1
     block_n = 64 if ring or wide else 16 if dtype.itemsize > 2 else 32 if narrow or block_m > 16 else 64
     splits = paged.best_splits(blocks, triton.cdiv(context, block_n), MULTIPROCESSORS)
-    spared = ring and block_m == 16 and blocks >= JOINED and context <= SHORT
-    apart = apart and spared and splits > 1 and width == 1 and rows in APART_ROWS
+    spared = ring and block_m == 16 and blocks >= JOINED and context <= SHORT and not many
+    apart = apart and splits > 1 and width == 1 and (
+        rows in MANY_APART and not wide if many else spared and rows in APART_ROWS)
     if spared:  # 8 rows of 1024 keys on an H200: 17.1 us joined, 20.8 us in 16 parts and merged
         splits = min(splits, APART if apart else JOINED)
     if ring:

@@ -13,14 +13,15 @@ from torch import Tensor
 from glowplug.kernels.triton import dependent
 
 COLUMNS, ROWS = 32, 8  #: of one head's product that a program makes, and rows of them
+AT_ONCE, CHUNK = 9, 8  #: parts up to which all are asked for at once; and of more, at a time
 SHARES = 4  #: into which a product's depth is cut, for warps to sum side by side
 WIDE = 16  #: rows above which a program has 8 warps; both measured with 16 heads on an H200
 
 
 @triton.jit(do_not_specialize=["rows", "heads"])
 def _joined(partial, lse, lens, w, out, rows, heads, w_head, w_depth, w_column, out_row, out_head,
-            SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, SHARES: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr,
-            BLOCK: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr):
+            SPLITS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_S: tl.constexpr, SHARES: tl.constexpr, DEPTH: tl.constexpr,
+            ROWS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr):
     """A program: BLOCK columns of one head's product for ROWS rows.
 
     How many of SPLITS parts a row has follows from its length as in the kernel before. Weights and, as there, lengths
@@ -44,11 +45,14 @@ def _joined(partial, lse, lens, w, out, rows, heads, w_head, w_depth, w_column, 
     total = tl.sum(share, 1)
     share = share / tl.where(total == 0.0, 1.0, total)[:, None]
     latent = tl.zeros((SHARES, ROWS, DEPTH), tl.float32)
-    for split in tl.static_range(SPLITS):
-        value = tl.load(partial + (line + split)[None, :, None] * (SHARES * DEPTH) + depth,
-                        mask=(real & (split < count))[None, :, None], other=0.0)
-        mine = tl.sum(tl.where(s[None, :] == split, share, 0.0), 1)
-        latent += value.to(tl.float32) * mine[None, :, None]
+    most = tl.max(count)
+    for first in tl.static_range(0, SPLITS, CHUNK):
+        if first == 0 or first < most:
+            for split in tl.static_range(first, min(first + CHUNK, SPLITS)):
+                value = tl.load(partial + (line + split)[None, :, None] * (SHARES * DEPTH) + depth,
+                                mask=(real & (split < count))[None, :, None], other=0.0)
+                mine = tl.sum(tl.where(s[None, :] == split, share, 0.0), 1)
+                latent += value.to(tl.float32) * mine[None, :, None]
     product = tl.dot(weights, tl.trans(latent.to(weights.dtype), 0, 2, 1), input_precision="ieee")
     target = out + row[None, :].to(tl.int64) * out_row + head * out_head + column[:, None]
     tl.store(target, tl.sum(product, 0).to(out.dtype.element_ty), mask=real[None, :])
@@ -72,5 +76,6 @@ def project(partial: Tensor, lse: Tensor, kv_lens: Tensor, w_uv: Tensor, out: Te
         return
     _joined[(heads, w_uv.shape[2] // COLUMNS, triton.cdiv(rows, ROWS))](
         partial, lse, kv_lens, w_uv, out, rows, heads, *w_uv.stride(), out.stride(0), out.stride(1), SPLITS=splits,
+        CHUNK=splits if splits <= AT_ONCE else CHUNK,
         BLOCK_S=triton.next_power_of_2(splits), SHARES=SHARES, DEPTH=lora // SHARES, ROWS=ROWS, BLOCK=COLUMNS,
         TILE=block_n, num_warps=8 if rows > WIDE else 4, **dependent.options())

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from glowplug.kernels.triton import dependent, fp8_quant, tuned
+from glowplug.kernels.triton import dependent, fp8_quant, moe_gated_parts, tuned
 from glowplug.kernels.triton.fp8_gemm import BLOCK, DTYPE, FETCH, add_scaled, fetch_weight, load_tile, load_weight
 from glowplug.kernels.triton.moe_align import align
 from glowplug.kernels.triton.moe_sum import moe_sum
@@ -206,7 +206,8 @@ def config_for(tokens: int, per_token: int, experts: int, inter: int, hidden: in
 
     A product: columns a program (``BLOCK_N``), are weights the left operand (``SWAP``) and read through descriptors
     (``TMA``), whose programs lie side by side (``ORDER``: "columns" of one tile, "filled" tiles or, left out, "tiles"),
-    groups of the depth read side by side (``ROUND``; left out: 1), warps, stages.
+    groups of the depth read side by side (``ROUND``; left out: 1), parts of the depth that gates and ups of paired
+    tiles are cut into (``SPLITS``; left out: 1), warps, stages.
     """
     return tuned.measured_for(table_name(experts, inter, hidden), tokens) or rule(tokens, per_token, experts)
 
@@ -273,9 +274,15 @@ def gated_product(x: Tensor, x_scales: Tensor, w13: Tensor, scales13: Tensor, ti
                   per_token: int, config: Config) -> tuple[Tensor, Tensor]:
     """Quantised silu(gate) * up of every pair: E4M3 [pairs, I] and scales. I must be a multiple of 128."""
     inter, depth = w13.shape[1] // 2, w13.shape[2]
-    values, scales = fp8_quant.empty_quantized(pairs, inter, x.device)
     options = _options({**config, "BLOCK_N": BLOCK}, tile, depth, inter, tiles)
     del options["BLOCK_N"]
+    splits = options.pop("SPLITS", 1)
+    if splits > 1 and not tiles.aligned and moe_gated_parts.fits(pairs, inter):
+        for word in ("BLOCK_M", "SWAP", "ALIGNED", "ORDER", "ROUND"):
+            del options[word]
+        return moe_gated_parts.gated(x, x_scales, _held(w13, BLOCK, options["TMA"]), w13, scales13, tiles.experts,
+                                     per_token, splits, options)
+    values, scales = fp8_quant.empty_quantized(pairs, inter, x.device)
     _gated[(tiles.count * (inter // BLOCK),)](
         x, x_scales, _held(w13, BLOCK, options["TMA"]), w13, scales13, values, scales, *tiles[:4], pairs, inter, depth,
         x.stride(0), x_scales.stride(1), scales13.stride(0), scales13.stride(1), scales.stride(1),

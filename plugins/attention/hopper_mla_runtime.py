@@ -25,14 +25,14 @@ class HopperMla(FlashMla):
         super().__init__(options, plan, worker)
         self._own = TritonMla(TritonMlaOptions(), plan, worker)
         self._only_own = plan.kv_dtype not in SIXTEEN_BITS
-        self._by_own = False
+        self._by_own, self._longest = False, plan.sizes.positions
 
     def reserves(self, step: DecodingRows) -> int:
         return no_bytes(step)
 
     def plan_decode(self, batch: Batch, slot: object | None, first: int, rows: int, width: int) -> None:
         self._by_own = (self._only_own or batch.first_key > 0 or batch.tree_mask is not None
-                        or fastest(width * self._heads, rows) == "triton")
+                        or fastest(width * self._heads, rows, self._longest if width == 1 else None) == "triton")
         self.follows = self._by_own and self._own.follows
         planned = self._own.plan_decode if self._by_own else super().plan_decode
         planned(batch, slot, first, rows, width)

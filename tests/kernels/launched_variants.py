@@ -19,7 +19,8 @@ from glowplug.core.warmup import counts_between
 from glowplug.kernels.triton import dependent, mla_decode, mla_values, moe_experts, moe_gemm_hopper, norm, route, tuned
 from glowplug.plugins.graphs.cuda_graph import default_sizes
 
-HIDDEN, EXPERTS, SHARED, TOPK, INTER, HEADS, CONTEXT, PAGE = 2048, 64, 2, 6, 1408, 16, 4096, 64
+HIDDEN, EXPERTS, SHARED, TOPK, INTER, CONTEXT, PAGE = 2048, 64, 2, 6, 1408, 4096, 64
+HEADS = 16, 128  #: V2-Lite's, V3's
 V3 = (256, 7168)  #: experts and channels of its gate
 BF16 = torch.bfloat16
 Launches = defaultdict[str, dict[Any, list[int]]]
@@ -81,20 +82,20 @@ def token_launches(counts: list[int]) -> Launches:
     return found
 
 
-def row_launches(counts: list[int]) -> Launches:
+def row_launches(counts: list[int], heads: int) -> Launches:
     """Latent attention of so many decoding rows; W_UV's product where it joins parts."""
     found, now = Launches(dict), SimpleNamespace(count=0)
     record(found, now)
     kv, scale = torch.empty(4 * PAGE, 576, dtype=BF16), 0.1
-    w_uv = torch.empty(HEADS, 256, 512, dtype=BF16)[:, 128:].transpose(1, 2)
+    w_uv = torch.empty(heads, 256, 512, dtype=BF16)[:, 128:].transpose(1, 2)
     for now.count in counts:
-        query = torch.empty(now.count, HEADS, 576, dtype=BF16)
+        query = torch.empty(now.count, heads, 576, dtype=BF16)
         table = torch.zeros(now.count, CONTEXT // PAGE, dtype=torch.int32)
         lens = torch.ones(now.count, dtype=torch.int32)
-        cut = mla_decode.tiling(now.count, 1, HEADS, CONTEXT, BF16, BF16, True, True)
+        cut = mla_decode.tiling(now.count, 1, heads, CONTEXT, BF16, BF16, True, True)
         step = query, kv, table, lens, scale, PAGE, 512, cut
         if cut.apart:
-            out = query.new_empty(now.count, HEADS, 128)
+            out = query.new_empty(now.count, heads, 128)
             mla_values.project(*mla_decode.decode_parts(*step), lens, w_uv, out, cut.block_n)
         else:
             mla_decode.mla_decode(*step)
@@ -109,8 +110,8 @@ def main() -> None:
     tokens = {tokens for _, tokens in tried} | {*passes, 13, 2048, 8192, 8447, 8448}
     rows = {rows for rows, _ in tried} | {rows for rows in default_sizes() if rows <= 256}
     every = [*range(passes[-1] + 1, 8449, 13), *range(2048, 8449, 128)]
-    print(json.dumps({"tokens": cold(token_launches([*sorted(tokens), *every]), tokens),
-                      "rows": cold(row_launches([*sorted(rows), *range(1, 257)]), rows)}))
+    of_rows = {str(heads): cold(row_launches([*sorted(rows), *range(1, 257)], heads), rows) for heads in HEADS}
+    print(json.dumps({"tokens": cold(token_launches([*sorted(tokens), *every]), tokens), "rows": of_rows}))
 
 
 if __name__ == "__main__":

@@ -45,6 +45,15 @@ def test_batches(rows: int, ring: bool) -> None:
     case.check(chosen(case, ring), 1e-2)
 
 
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 8, 9, 16, 17])
+def test_few_rows_of_many_heads(rows: int, kept: torch.dtype) -> None:
+    lengths = [int(n) for n in np.random.default_rng(rows).integers(1, 2048, rows)]
+    case = Case(lengths, heads=128, page=64, dtype=torch.bfloat16, seed=rows, **SIZES)
+    case.kv = case.kv.to(kept)
+    case.check(chosen(case, True), 1e-2)
+
+
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("heads", [3, 16, 128])
 def test_trees_and_a_first_key(heads: int, ring: bool) -> None:

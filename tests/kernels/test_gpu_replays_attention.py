@@ -60,7 +60,7 @@ def test_expanded_keys(tokens: int, heads: int, value: int) -> None:
 
 
 @pytest.mark.parametrize("kept", [BF16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("rows,heads", [(8, 16), (9, 8), (16, 16), (32, 16)])
+@pytest.mark.parametrize("rows,heads", [(8, 16), (9, 8), (16, 16), (32, 16), (1, 128), (3, 128), (8, 128)])
 def test_parts_joined_by_the_values_product(rows: int, heads: int, kept: torch.dtype) -> None:
     """Rows with fewer parts than others, and which those are changes; memory of parts that nobody writes holds NaN."""
     cut = mla_decode.tiling(rows, 1, heads, 2048, BF16, kept, torch.cuda.get_device_capability() == (9, 0), True)

@@ -27,10 +27,11 @@ for rows in (16, 64):
 for rows, block in ((16, 32), (64, 64)):
     build(kernels._by_heads, dict(x=x, w=x, out=x),
           dict(SIZE=512, COLUMNS=128, ROWS=rows, BLOCK=block, DEPTH=512, DEPENDENT=True, w_depth=1))
-for splits, warps in ((9, 4), (8, 4), (4, 8)):
+for splits, warps in ((9, 4), (8, 4), (4, 8), (16, 4)):
     build(mla_values._joined, dict(partial=x, lse="*fp32", lens="*i32", w=x, out=x),
-          dict(SPLITS=splits, BLOCK_S=16 if splits > 8 else splits, SHARES=4, DEPTH=128, ROWS=8, BLOCK=32, TILE=64,
-               DEPENDENT=True, w_depth=1), num_warps=warps, launch_pdl=True)
+          dict(SPLITS=splits, CHUNK=min(splits, 9) if splits < 10 else 8, BLOCK_S=16 if splits > 8 else splits,
+               SHARES=4, DEPTH=128, ROWS=8, BLOCK=32, TILE=64, DEPENDENT=True, w_depth=1), num_warps=warps,
+          launch_pdl=True)
 build(kernels._store, dict(latent=x, k_rope=x, cache="*fp8e4nv", slots="*i64"),
       dict(LORA=512, ROPE=64, BLOCK=1024, FP8=True))
 build(kernels._gather, dict(cache="*fp8e4nv", out=x, slots="*i32"), dict(SIZE=576, BLOCK=1024, ROWS=8))
@@ -71,5 +72,5 @@ def test_decoding_for_hopper_compiles() -> None:
 @pytest.mark.slow
 def test_they_compile_for_hopper() -> None:
     assert uninterpreted.printed("-c", SCRIPT).split() == [
-        *["_prologue"] * 8, *["_by_heads_fp8"] * 4, *["_by_heads"] * 2, *["_joined"] * 3, "_store", "_gather",
+        *["_prologue"] * 8, *["_by_heads_fp8"] * 4, *["_by_heads"] * 2, *["_joined"] * 4, "_store", "_gather",
         "_in_e4m3", "_spread", "_merge_into"]

@@ -127,7 +127,7 @@ def test_an_fp8_cache() -> None:
 
 
 @pytest.mark.parametrize("first_key", [0, 1])
-@pytest.mark.parametrize("rows,splits", [(1, 2), (7, 9), (9, 3)])
+@pytest.mark.parametrize("rows,splits", [(1, 2), (7, 9), (9, 3), (4, 10), (2, 17)])
 def test_parts_joined_by_the_values_product(rows: int, splits: int, first_key: int) -> None:
     """Against parts merged, then W_UV; rows without keys or with fewer parts than there are, whose memory holds NaN."""
     lengths = [[1, 16, 17, 150, 129, 40, 33, 64, 5][(row + splits) % 9] for row in range(rows)]
@@ -183,7 +183,7 @@ def test_a_step_of_some_rows_has_no_more_parts_than_are_joined() -> None:
              for rows in (1, 7, 8, 12, 32, 66, 128)}
     assert parts[1] > parts[7] > kernel.JOINED == parts[8] == parts[12] > parts[32] > parts[66] > parts[128] == 1
     assert kernel.tiling(8, 1, 16, 1 << 14, torch.bfloat16, torch.bfloat16, True).splits > kernel.JOINED
-    others = (kernel.tiling(8, 1, 128, 4096, torch.bfloat16, torch.bfloat16, True),
+    others = (kernel.tiling(8, 1, 128, 1 << 14, torch.bfloat16, torch.bfloat16, True),
               kernel.tiling(8, 1, 16, 4096, torch.bfloat16, torch.bfloat16))
     assert others[0].block_m == 64 and others[1].splits > kernel.JOINED
 
@@ -199,6 +199,20 @@ def test_parts_are_left_to_the_values_product_where_that_was_measured() -> None:
     assert all(cut(rows, heads=heads, kv=kv).apart
                for rows in range(8, 33) for heads in (8, 16) for kv in (half, narrow))
     others = (cut(1), cut(7), cut(33), cut(128), cut(8, width=2), cut(8, width=2, heads=8), cut(8, heads=32),
-              cut(8, heads=128), cut(8, context=kernel.SHORT + 1), cut(8, ring=False), cut(8, context=64),
-              cut(8, apart=False))
+              cut(9, heads=128), cut(1, width=2, heads=128), cut(1, heads=64), cut(8, context=kernel.SHORT + 1),
+              cut(8, heads=128, context=kernel.SHORT + 1), cut(8, ring=False), cut(8, heads=128, ring=False),
+              cut(8, context=64), cut(8, apart=False))
     assert not any(other.apart for other in others) and others[-1].splits == kernel.JOINED
+
+
+def test_few_rows_of_many_heads_are_cut_narrow() -> None:
+    """So that there is about a program for every processor; in parts that W_UV's product may join."""
+    half = torch.bfloat16
+    for kv in (half, torch.float8_e4m3fn):
+        cuts = {rows: kernel.tiling(rows, 1, 128, 4096, half, kv, True, True)
+                for rows in (1, 2, 4, 5, 8, 9, 16, 17, 32)}
+        assert {rows: cut.block_m for rows, cut in cuts.items()} == {
+            1: 16, 2: 16, 4: 16, 5: 32, 8: 32, 9: 32, 16: 32, 17: 64, 32: 64}
+        assert [cuts[rows].splits for rows in (1, 2, 4, 8, 16)] == [16, 8, 4, 4, 2]
+        assert [rows for rows, cut in cuts.items() if cut.apart] == [1, 2, 4, 5, 8]
+        assert all(cut.warps == (8 if cut.block_m == 64 else 4) for cut in cuts.values())

@@ -24,7 +24,8 @@ EACH = {"BLOCK_N": 128, "SWAP": True, "TMA": False, "num_warps": 4, "num_stages"
 FUSED = {"BLOCK_M": 16, "FUSE": True, "first": EACH, "second": EACH}
 APART = {"BLOCK_M": 16, "FUSE": False, "first": {**EACH, "SWAP": False}, "second": {**EACH, "SWAP": False}}
 TMA = {"BLOCK_M": 16, "FUSE": True, "first": {**EACH, "TMA": True}, "second": {**EACH, "TMA": True}}
-CONFIGS = {"fused": FUSED, "apart": APART, "tma": TMA, "paired": {**FUSED, "PAIRED": True}}
+PARTS = {**TMA, "PAIRED": True, "first": {**EACH, "TMA": True, "SPLITS": 2}}
+CONFIGS = {"fused": FUSED, "apart": APART, "tma": TMA, "paired": {**FUSED, "PAIRED": True}, "parts": PARTS}
 
 
 class Case:

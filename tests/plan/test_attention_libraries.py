@@ -77,6 +77,10 @@ def test_the_table_answers_for_every_shape(queries: int, rows: int) -> None:
     assert measured.fastest(queries, rows) in {"triton", "flashmla"}
     near = min(measured.FASTEST, key=lambda known: abs(math.log2(known / queries)))
     assert measured.fastest(queries, rows) == measured.fastest(near, rows)
+    beyond = measured.fastest(queries, rows, measured.SHORT + 1)
+    short = measured.fastest(queries, rows, measured.SHORT)
+    assert beyond == measured.fastest(queries, rows)
+    assert short == ("triton" if queries == 128 and rows <= 16 else beyond)
 
 
 @pytest.mark.parametrize("name", ["hopper_mla", "fa3_mla", "flashmla", "flashinfer_mla"])
