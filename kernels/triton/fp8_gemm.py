@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from glowplug.kernels.triton import dependent, tuned
+from glowplug.kernels.triton import dependent, skinny_gemm_fp8, tuned
 from glowplug.kernels.triton.h200 import MULTIPROCESSORS
 from glowplug.kernels.triton.split_k import splits_for, sum_parts
 from glowplug.kernels.triton.tuned import Config
@@ -132,8 +132,11 @@ def rule(rows: int, columns: int, depth: int) -> Config:
 
 @lru_cache(maxsize=4096)
 def config_for(rows: int, columns: int, depth: int) -> Config:
+    """The table's or the rule's: tiles of ``_gemm``, or rows of the weight that a program of ``skinny_gemm_fp8`` holds
+    (``HELD``), warps and the parts of the depth (``SPLIT_K``)."""
     name = tuned.file_name(tuned.problem(columns, depth), DTYPE, (BLOCK, BLOCK))
-    return tuned.measured_for(name, rows) or rule(rows, columns, depth)
+    return tuned.measured_for(name, rows, lambda config: "HELD" not in config or skinny_gemm_fp8.fits(
+        rows, config["HELD"])) or rule(rows, columns, depth)
 
 
 def gemm(x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype,
@@ -148,6 +151,11 @@ def gemm(x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: t
         return torch.empty(0, columns, dtype=dtype, device=x.device)
     chosen: dict[str, Any] = dict(config or config_for(rows, columns, depth))
     row_scales = w_scales.shape[0] == columns and columns > 1
+    if "HELD" in chosen and row_scales:
+        chosen = dict(rule(rows, columns, depth))
+    elif "HELD" in chosen:
+        return skinny_gemm_fp8.multiply(x, x_scales, weight, w_scales, dtype, chosen["HELD"], chosen["SPLIT_K"],
+                                        chosen["num_warps"])
     split, block_n = chosen.pop("SPLIT_K"), chosen["BLOCK_N"]
     chosen["TMA"] = chosen["TMA"] and depth % 16 == 0
     chosen.setdefault("FETCH", FETCH if rows <= chosen["BLOCK_M"] <= 32 else 0)

@@ -6,6 +6,7 @@ are compiled ahead in processes of their own, because that takes longer than mea
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from glowplug.kernels.triton import fp8_gemm, fp8_quant
+from glowplug.kernels.triton import fp8_gemm, fp8_quant, skinny_gemm_fp8
 from glowplug.kernels.triton.fp8_gemm import BLOCK
 from glowplug.kernels.triton.fp8_tuning_run import Log, Table, TuningRun, check_refusal, fitting_tiles, key, without
 from glowplug.kernels.triton.h200 import MULTIPROCESSORS
@@ -21,6 +22,7 @@ from glowplug.kernels.triton.moe_tuning import microseconds
 from glowplug.kernels.triton.tuned import Config
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+HELD, PARTS = (4, 8, 16), (1, 2, 3, 4, 6, 8, 9)  #: rows of a weight that a program holds, and of how many parts
 COLD = 400 << 20  #: bytes of weights to go through in turn
 
 
@@ -33,13 +35,32 @@ def _gemm_tiles(rows: int) -> list[dict[str, Any]]:
 
 
 def gemm_candidates(rows: int, columns: int, depth: int) -> list[Config]:
-    """Splits of the depth where tiles alone do not keep every core busy."""
-    found: list[Config] = []
+    """Splits of the depth where tiles alone do not keep every core busy; for one row also weights that programs hold.
+    """
+    found: list[Config] = held_candidates(depth) if rows == 1 else []
     for tile in _gemm_tiles(rows):
         tiles = triton.cdiv(rows, tile["BLOCK_M"]) * triton.cdiv(columns, tile["BLOCK_N"])
         found += [{**tile, "SPLIT_K": split} for split in range(1, 9)
                   if split == 1 or (depth // BLOCK // split >= 4 and tiles * split <= 4 * MULTIPROCESSORS)]
     return found
+
+
+def held_candidates(depth: int) -> list[Config]:
+    """``skinny_gemm_fp8``'s, of whose numbers in registers at most a quarter is behind the depth."""
+    found: list[Config] = []
+    for rows, splits, warps in product(HELD, PARTS, (4, 8)):
+        groups, parts = skinny_gemm_fp8.groups_of(depth, splits), triton.cdiv(depth, BLOCK) / splits
+        held = rows * groups * BLOCK // (32 * warps)
+        if skinny_gemm_fp8.FEWEST <= held <= skinny_gemm_fp8.MOST and 4 * parts >= 3 * groups >= 12:
+            found.append({"HELD": rows, "SPLIT_K": splits, "num_warps": warps})
+    return found
+
+
+def _kernel(config: Config, rows: int, depth: int) -> Config:
+    """What makes another kernel of a candidate."""
+    if "HELD" in config:
+        return {**config, "GROUPS": skinny_gemm_fp8.groups_of(depth, config["SPLIT_K"])}
+    return {**without(config, "SPLIT_K"), "FETCH": fetch_of(rows, config["BLOCK_M"])}
 
 
 def _operands(rows: int, columns: int, depth: int, copies: int) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
@@ -56,10 +77,13 @@ def random_fp8(*shape: int) -> Tensor:
 def _compile_gemm(wanted: Sequence[Config]) -> list[str]:
     failed = []
     for config in wanted:
-        x, scales, (weight,), w_scales = _operands(16, 256, 1024, 1)
+        held = "HELD" in config
+        depth = BLOCK * config["GROUPS"] * config["SPLIT_K"] if held else 1024
+        x, scales, (weight,), w_scales = _operands(1 if held else 16, 256, depth, 1)
         try:
-            fp8_gemm.gemm(x, scales, weight, w_scales, torch.bfloat16, {**config, "SPLIT_K": 1})
-            fp8_gemm.gemm(x, scales, weight, w_scales, torch.bfloat16, {**config, "SPLIT_K": 2})
+            for splits in (config["SPLIT_K"],) if held else (1, 2):
+                fp8_gemm.gemm(x, scales, weight, w_scales, torch.bfloat16,
+                              {**without(config, "GROUPS"), "SPLIT_K": splits})
             torch.cuda.synchronize()
         except Exception as error:  # a compiler's refusal has no type of its own
             check_refusal(error)
@@ -74,7 +98,7 @@ def tune_gemm(columns: int, depth: int, path: Path, *, rows: Sequence[int] = ROW
         return gemm_candidates(number, columns, depth)
 
     def kernels(number: int) -> list[Config]:
-        return [{**tile, "FETCH": fetch_of(number, tile["BLOCK_M"])} for tile in _gemm_tiles(number)]
+        return list({key(made): made for made in (_kernel(c, number, depth) for c in candidates(number))}.values())
 
     def measure(number: int, configs: Sequence[Config]) -> Iterator[tuple[float, Config]]:
         x, scales, weights, w_scales = _operands(number, columns, depth, max(2, min(16, COLD // (columns * depth))))
@@ -84,8 +108,7 @@ def tune_gemm(columns: int, depth: int, path: Path, *, rows: Sequence[int] = ROW
 
     run = TuningRun(path, seconds, workers, log)
     for number in run.compiled(rows, kernels, _compile_gemm):
-        usable = [c for c in candidates(number) if key({**without(c, "SPLIT_K"), "FETCH": fetch_of(
-            number, c["BLOCK_M"])}) not in run.failed]
+        usable = [c for c in candidates(number) if key(_kernel(c, number, depth)) not in run.failed]
         best = min(run.within_time(measure(number, usable)), key=lambda item: item[0])
         run.keep(number, best[1], f"{columns}x{depth}, {number} rows: {best[0]:.1f} us {best[1]}")
     return run.table

@@ -6,7 +6,7 @@ own rule: configurations measured elsewhere are not trusted. Tables are read wit
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -76,10 +76,10 @@ def keep(path: Path, table: Mapping[int, Config]) -> None:
     part.replace(path)
 
 
-def measured_for(name: str, rows: int) -> Config | None:
-    """The configuration for ``rows`` in the table of this name; None where no more than half as many were measured,
-    since tiles for few rows are no good for many."""
-    found = table(name)
+def measured_for(name: str, rows: int, fits: Callable[[Config], bool] = lambda config: True) -> Config | None:
+    """The configuration for ``rows`` in the table of this name, of those that ``fits``; None where no more than half as
+    many were measured, since tiles for few rows are no good for many."""
+    found = {measured: config for measured, config in (table(name) or {}).items() if fits(config)}
     return nearest(found, rows) if found and rows <= 2 * max(found) else None
 
 

@@ -85,6 +85,14 @@ def test_fp8_experts(tokens: int, order: str) -> None:
     check(fp8_case(tokens, 512, 256, lambda *given: moe_gemm_fp8.experts(*given, BF16, rule)))
 
 
+@pytest.mark.parametrize("splits", [2, 3, 4])
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+def test_fp8_experts_of_paired_tiles_in_parts(tokens: int, splits: int) -> None:
+    rule = dict(moe_gemm_fp8.rule(tokens, 4, 11)) | {"PAIRED": True}
+    rule |= {"first": {**rule["first"], "SPLITS": splits}}
+    check(fp8_case(tokens, 512, 256, lambda *given: moe_gemm_fp8.experts(*given, BF16, rule)))
+
+
 @contextmanager
 def poisoned() -> Iterator[None]:
     """What is allocated within it is filled with NaN, or with the largest integer; in a graph at every replay."""
