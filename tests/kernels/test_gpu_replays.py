@@ -138,6 +138,25 @@ def test_fp8_products(tokens: int, columns: int, depth: int) -> None:
     check(made)
 
 
+@pytest.mark.parametrize("held,splits", [(8, 1), (16, 4)])
+@pytest.mark.parametrize("columns,depth", [(576, 7168), (200, 640)])
+def test_fp8_products_of_one_row(columns: int, depth: int, held: int, splits: int) -> None:
+    def made(seed: int) -> Case:
+        x, weight = randn(seed, 1, depth), randn(seed + 1, columns, depth, dtype=torch.float32)
+        codes, scales = fp8.quantize_weight(weight)
+        config = {"HELD": held, "SPLIT_K": splits, "num_warps": 4}
+
+        def within() -> float:
+            rounded = fp8.block_scaled_mm(*fp8.quantize_tokens(x.float()), codes, scales)
+            return FP8_ERROR * distance(rounded.to(BF16), x.double() @ weight.double().T)
+
+        return Case((x, weight, codes, scales),
+                    lambda: fp8_gemm.gemm(*fp8_quant.quantize(x), codes, scales, BF16, config),
+                    lambda: x.double() @ weight.double().T, within)
+
+    check(made)
+
+
 @pytest.mark.parametrize("tokens,size,depth,bias", [(1, 2112, 7168, False), (2, 576, 2048, True), (5, 102, 512, False)])
 def test_few_tokens(tokens: int, size: int, depth: int, bias: bool) -> None:
     tile = skinny_gemm.rule(tokens, size, depth) or skinny_gemm.rule(1, 3072, 2048)
