@@ -139,16 +139,6 @@ def config_for(rows: int, columns: int, depth: int) -> Config:
         rows, config["HELD"])) or rule(rows, columns, depth)
 
 
-def plain_gemm(x: Tensor, weight: Tensor, w_scales: Tensor) -> Tensor | None:
-    """:func:`gemm` of x [1, K] before it is quantised, with scales of whole blocks; None where nothing is gained."""
-    rows, (columns, depth) = len(x), weight.shape
-    config = config_for(rows, columns, depth) if rows == 1 and x.stride(1) == 1 else {}
-    if "HELD" not in config:
-        return None
-    return skinny_gemm_fp8.multiply(x, None, weight, w_scales, x.dtype, config["HELD"], config["SPLIT_K"],
-                                    config["num_warps"])
-
-
 def gemm(x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype,
          config: Config | None = None) -> Tensor:
     """x E4M3 [M, K] with scales float32 [M, ceil(K / 128)] whose tokens lie side by side; weight E4M3 [N, K] -> [M, N].

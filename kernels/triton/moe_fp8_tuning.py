@@ -24,6 +24,8 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 ALIGNING = 4.0  #: microseconds of an alignment of few tokens
 PAIRED = 4  #: tokens up to which one pair a tile may win
 COLUMNS = 8  #: rows an expert gets from which columns of one tile may win side by side, among gates and ups
+SPLITS = (4, 7, 8)  #: parts of the depth that gates and ups of few pairs may be cut into
+SPLIT = 2  #: tokens up to which they are
 ROUNDS: Config = {"ORDER": "filled", "ROUND": 2}  #: what won there on an H200 with 8 to 128 tokens of V3
 Best = dict[tuple[str, int, bool], tuple[float, Config]]  #: (kind of product, rows a tile, one pair a tile)
 
@@ -98,6 +100,9 @@ def expert_candidates(tokens: int, problem: Problem) -> Iterator[tuple[str, Conf
         orders = columns if load >= COLUMNS else ({},)
         for order, tile in product(orders, fitting_tiles(few, block, (128,), warps, stages, 2)):
             yield "gated", {"BLOCK_M": block, **tile, **order}
+        for splits in SPLITS if tokens <= SPLIT else ():
+            for tile in fitting_tiles(few, block, (128,), warps, (3,), 2):
+                yield "gated", {"BLOCK_M": block, **tile, "SPLITS": splits}
         for tile in fitting_tiles(few, block, (128,), warps, stages, 4) if few and block <= 32 else ():
             yield "gated", {"BLOCK_M": block, **tile, **ROUNDS}
         for order, tile in product(columns, fitting_tiles(few, block, (64, 128) if few else (128,), warps, stages)):
@@ -114,7 +119,7 @@ def _compile_experts(wanted: Sequence[tuple[str, Config]], problem: Problem) -> 
         ids, weights = routing(problem._replace(topk=problem.shared + 4), held, 8, 0)
         try:
             bench.call(kind, config, _input(kind, 8, ids, problem), ids, weights,
-                       moe_gemm_fp8.tiles_of(ids, held, config))
+                       moe_gemm_fp8.tiles_of(ids, held, {**config, "PAIRED": "SPLITS" in config}))
             torch.cuda.synchronize()
         except Exception as error:
             check_refusal(error)
@@ -144,7 +149,7 @@ def _measure(bench: _Experts, problem: Problem, number: int, failed: set[str]) -
     routes = [routing(problem, problem.experts, number, seed) for seed in range(8 if number <= 64 else 3)]
     best: Best = {}
     for paired, (kind, config) in product((False, True)[: 1 + (number <= PAIRED)], expert_candidates(number, problem)):
-        if key((kind, config)) in failed:
+        if key((kind, config)) in failed or ("SPLITS" in config and not paired):
             continue
         x = _input(kind, number, routes[0][0], problem)
         lists = [moe_gemm_fp8.tiles_of(ids, problem.experts, {**config, "PAIRED": paired}) for ids, _ in routes]

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from glowplug.kernels.triton import dependent, fp8_quant, moe_gemv_fp8, tuned
+from glowplug.kernels.triton import dependent, fp8_quant, moe_gated_parts, tuned
 from glowplug.kernels.triton.fp8_gemm import BLOCK, DTYPE, FETCH, add_scaled, fetch_weight, load_tile, load_weight
 from glowplug.kernels.triton.moe_align import align
 from glowplug.kernels.triton.moe_sum import moe_sum
@@ -206,8 +206,8 @@ def config_for(tokens: int, per_token: int, experts: int, inter: int, hidden: in
 
     A product: columns a program (``BLOCK_N``), are weights the left operand (``SWAP``) and read through descriptors
     (``TMA``), whose programs lie side by side (``ORDER``: "columns" of one tile, "filled" tiles or, left out, "tiles"),
-    groups of the depth read side by side (``ROUND``; left out: 1), warps, stages. With ``GEMV`` all of that is
-    ``moe_gemv_fp8``'s.
+    groups of the depth read side by side (``ROUND``; left out: 1), parts of the depth that gates and ups of paired
+    tiles are cut into (``SPLITS``; left out: 1), warps, stages.
     """
     return tuned.measured_for(table_name(experts, inter, hidden), tokens) or rule(tokens, per_token, experts)
 
@@ -276,6 +276,12 @@ def gated_product(x: Tensor, x_scales: Tensor, w13: Tensor, scales13: Tensor, ti
     inter, depth = w13.shape[1] // 2, w13.shape[2]
     options = _options({**config, "BLOCK_N": BLOCK}, tile, depth, inter, tiles)
     del options["BLOCK_N"]
+    splits = options.pop("SPLITS", 1)
+    if splits > 1 and not tiles.aligned and moe_gated_parts.fits(pairs, inter):
+        for word in ("BLOCK_M", "SWAP", "ALIGNED", "ORDER", "ROUND"):
+            del options[word]
+        return moe_gated_parts.gated(x, x_scales, _held(w13, BLOCK, options["TMA"]), w13, scales13, tiles.experts,
+                                     per_token, splits, options)
     values, scales = fp8_quant.empty_quantized(pairs, inter, x.device)
     _gated[(tiles.count * (inter // BLOCK),)](
         x, x_scales, _held(w13, BLOCK, options["TMA"]), w13, scales13, values, scales, *tiles[:4], pairs, inter, depth,
@@ -285,13 +291,8 @@ def gated_product(x: Tensor, x_scales: Tensor, w13: Tensor, scales13: Tensor, ti
 
 
 def products(x: Tensor, x_scales: Tensor, w13: Tensor, scales13: Tensor, w2: Tensor, scales2: Tensor, ids: Tensor,
-             weights: Tensor, dtype: torch.dtype, config: Config, shared: int = 0) -> Tensor:
-    """x [T, H] quantised, ids and weights float32 [T, K] -> weighted rows [T * K, H] for ``moe_sum``.
-
-    ``shared``: the last so many of every token's ids are most likely those of the last experts.
-    """
-    if config.get("GEMV"):
-        return moe_gemv_fp8.products(x, x_scales, w13, scales13, w2, scales2, ids, weights, dtype, config, shared)
+             weights: Tensor, dtype: torch.dtype, config: Config) -> Tensor:
+    """x [T, H] quantised, ids and weights float32 [T, K] -> weighted rows [T * K, H] for ``moe_sum``."""
     per_token, pairs, tile = ids.shape[1], ids.numel(), config["BLOCK_M"]
     tiles = tiles_of(ids, w13.shape[0], config)
     if config["FUSE"]:
@@ -304,6 +305,6 @@ def products(x: Tensor, x_scales: Tensor, w13: Tensor, scales13: Tensor, w2: Ten
 
 
 def experts(x: Tensor, x_scales: Tensor, w13: Tensor, scales13: Tensor, w2: Tensor, scales2: Tensor, ids: Tensor,
-            weights: Tensor, dtype: torch.dtype, config: Config, shared: int = 0) -> Tensor:
+            weights: Tensor, dtype: torch.dtype, config: Config) -> Tensor:
     """:func:`products` added up: [T, H]."""
-    return moe_sum(products(x, x_scales, w13, scales13, w2, scales2, ids, weights, dtype, config, shared), ids)
+    return moe_sum(products(x, x_scales, w13, scales13, w2, scales2, ids, weights, dtype, config), ids)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glowplug.kernels.triton import dependent, fp8_quant
+from glowplug.kernels.triton import dependent
 from glowplug.kernels.triton.split_k import sum_parts
 
 GROUP = 128  #: columns, and rows, with one scale
@@ -20,9 +20,8 @@ FEWEST, MOST = 64, 512  #: bytes of W that a thread may hold
 
 @triton.jit
 def _vector(x, x_scales, weight, w_scales, out, columns, depth, xs_stride, ws_stride, ROWS: tl.constexpr,
-            GROUPS: tl.constexpr, SPLITS: tl.constexpr, PLAIN: tl.constexpr, DEPENDENT: tl.constexpr):
-    """A program: ROWS columns of out, of a part of the depth, which is GROUPS groups at most. PLAIN: x is not quantised
-    yet, which every program does for itself."""
+            GROUPS: tl.constexpr, SPLITS: tl.constexpr, DEPENDENT: tl.constexpr):
+    """A program: ROWS columns of out, of a part of the depth, which is GROUPS groups at most."""
     dependent.begin(DEPENDENT)
     first, split, groups = tl.program_id(0) * ROWS, tl.program_id(1), tl.cdiv(depth, 128)
     start, end = groups * split // SPLITS, groups * (split + 1) // SPLITS
@@ -33,12 +32,8 @@ def _vector(x, x_scales, weight, w_scales, out, columns, depth, xs_stride, ws_st
     w_scale = tl.load(w_scales + first // 128 * ws_stride + group, mask=group < end, other=0.0)
     within = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     dependent.wait(DEPENDENT)
-    value = tl.load(x + within, mask=within < last, other=0.0)
-    if PLAIN:
-        value, scale = fp8_quant.quantize_rows(value.to(tl.float32))
-    else:
-        scale = tl.load(x_scales + group * xs_stride, mask=group < end, other=0.0)
-    value = value.to(tl.float32) * (scale * w_scale)[:, None]
+    scale = tl.load(x_scales + group * xs_stride, mask=group < end, other=0.0) * w_scale
+    value = tl.load(x + within, mask=within < last, other=0.0).to(tl.float32) * scale[:, None]
     total = tl.sum(held.to(tl.float32) * tl.reshape(value, (GROUPS * 128,))[None, :], 1)
     tl.store(out + split * columns + row, total.to(out.dtype.element_ty), mask=row < columns)
 
@@ -53,18 +48,16 @@ def fits(tokens: int, rows: int) -> bool:
     return tokens == 1 and GROUP % rows == 0
 
 
-def multiply(x: Tensor, x_scales: Tensor | None, weight: Tensor, w_scales: Tensor, dtype: torch.dtype, rows: int,
-             splits: int, warps: int) -> Tensor:
+def multiply(x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype, rows: int, splits: int,
+             warps: int) -> Tensor:
     """As ``fp8_gemm.gemm`` with one row of x and scales of whole blocks: ``rows`` of W a program (see ``fits``), the
-    depth in ``splits`` parts. Without ``x_scales`` x [1, K] is as ``fp8_quant.quantize`` takes it, and the result is
-    the same."""
+    depth in ``splits`` parts."""
     depth, columns = x.shape[1], weight.shape[0]
     out = torch.empty(1, columns, dtype=dtype, device=x.device)
     into = out if splits == 1 else torch.empty(splits, 1, columns, dtype=torch.float32, device=x.device)
     _vector[(triton.cdiv(columns, rows), splits)](
-        x, x if x_scales is None else x_scales, weight, w_scales, into, columns, depth,
-        0 if x_scales is None else x_scales.stride(1), w_scales.stride(0), ROWS=rows, GROUPS=groups_of(depth, splits),
-        SPLITS=splits, PLAIN=x_scales is None, num_warps=warps, **dependent.options())
+        x, x_scales, weight, w_scales, into, columns, depth, x_scales.stride(1), w_scales.stride(0), ROWS=rows,
+        GROUPS=groups_of(depth, splits), SPLITS=splits, num_warps=warps, **dependent.options())
     if splits > 1:
         sum_parts(into, out)
     return out

@@ -111,19 +111,17 @@ class Fp8LinearCuda(Biased):
         yield from self.bias_targets()
 
     def apply(self, x: Tensor | Quantized) -> Tensor:
-        y = None if self._by_row or isinstance(x, Quantized) else self._providers.plain(x, self.weight, self.scales)
-        y = self._product(*quantized(x)) if y is None else y
-        return y if self.bias is None else y.add_(self.bias)
-
-    def _product(self, values: Tensor, scales: Tensor) -> Tensor:
+        values, scales = quantized(x)
         rows, depth = values.shape
         if not rows:
             return torch.empty(0, self.columns, dtype=self._dtype, device=values.device)
         if self._by_row:
-            return self._providers.any_shape()(values, scales, self.weight, self.scales, self._dtype)
-        provider = self._providers.pick(rows, self.columns, depth)
-        y = provider(values, scales, self.padded if provider.pads else self.weight, self.scales, self._dtype)
-        return y if y.shape[1] == self.columns else y[:, : self.columns]
+            y = self._providers.any_shape()(values, scales, self.weight, self.scales, self._dtype)
+        else:
+            provider = self._providers.pick(rows, self.columns, depth)
+            y = provider(values, scales, self.padded if provider.pads else self.weight, self.scales, self._dtype)
+            y = y if y.shape[1] == self.columns else y[:, : self.columns]
+        return y if self.bias is None else y.add_(self.bias)
 
     def dense(self) -> Tensor:
         if not self._by_row:
@@ -194,5 +192,5 @@ class Fp8ExpertsCuda:
         if self._grouped is not None and self._grouped.pays(tokens, per_token, self.count):
             return self._grouped.experts(values, scales, *held, ids, weights, self._dtype)
         config = moe_gemm_fp8.config_for(tokens, per_token, self.count, self.inter, self.shape.hidden)
-        rows = moe_gemm_fp8.products(values, scales, *held, ids, weights, self._dtype, config, self.shape.shared)
+        rows = moe_gemm_fp8.products(values, scales, *held, ids, weights, self._dtype, config)
         return Parts(rows, ids) if self.shape.parts else moe_sum(rows, ids)

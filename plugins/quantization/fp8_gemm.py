@@ -184,14 +184,6 @@ class Providers:
                                        and found.fits(*shape))
         return self._picked[shape]
 
-    def plain(self, x: Tensor, weight: Tensor, w_scales: Tensor) -> Tensor | None:
-        """The product of one row x [1, K] that is not quantised yet, where our own kernel does both sooner."""
-        if len(x) != 1 or self.pick(1, *weight.shape).name != TritonGemm.name:
-            return None
-        from glowplug.kernels.triton import fp8_gemm  # behind a check that Triton is there
-
-        return fp8_gemm.plain_gemm(x, weight, w_scales)
-
     def any_shape(self) -> Gemm:
         """Our own, which also takes scales of single rows."""
         return self._all[TritonGemm.name]

@@ -85,12 +85,12 @@ def test_fp8_experts(tokens: int, order: str) -> None:
     check(fp8_case(tokens, 512, 256, lambda *given: moe_gemm_fp8.experts(*given, BF16, rule)))
 
 
-@pytest.mark.parametrize("shared", [0, 1])
+@pytest.mark.parametrize("splits", [2, 3, 4])
 @pytest.mark.parametrize("tokens", [1, 2, 5])
-def test_fp8_experts_by_vectors(tokens: int, shared: int) -> None:
-    """With a guess that is mostly wrong, or none."""
-    config = {"GEMV": True, "first": {"HELD": 4, "num_warps": 4}, "second": {"HELD": 16, "num_warps": 4}}
-    check(fp8_case(tokens, 512, 256, lambda *given: moe_gemm_fp8.experts(*given, BF16, config, shared)))
+def test_fp8_experts_of_paired_tiles_in_parts(tokens: int, splits: int) -> None:
+    rule = dict(moe_gemm_fp8.rule(tokens, 4, 11)) | {"PAIRED": True}
+    rule |= {"first": {**rule["first"], "SPLITS": splits}}
+    check(fp8_case(tokens, 512, 256, lambda *given: moe_gemm_fp8.experts(*given, BF16, rule)))
 
 
 @contextmanager

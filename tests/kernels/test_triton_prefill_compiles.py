@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 SCRIPT = """
 from tests.compiled import build
-from glowplug.kernels.triton import fp8_quant, moe_gemm_fp8, moe_gemv_fp8, route
+from glowplug.kernels.triton import fp8_quant, moe_gated_parts, moe_gemm_fp8, route
 
 x, fp8, fp32, ints = "*bf16", "*fp8e4nv", "*fp32", "*i32"
 of_experts = dict(x=fp8, x_scales=fp32, weight=fp8, stored=fp8, w_scales=fp32, values=fp8, scales=fp32, out=x,
@@ -22,10 +22,9 @@ for order, rows in (("tiles", 16), ("columns", 16), ("columns", 32), ("filled", 
 for groups in (1, 16):
     build(fp8_quant._silu_and_mul_pairs, dict(x=x, pairs=ints, filled=ints, values=fp8, scales=fp32),
           dict(ROWS=2, GROUPS=groups, DEPENDENT=True))
-build(moe_gemv_fp8._up, dict(x=fp8, x_scales=fp32, w=fp8, w_scales=fp32, out=fp32, ids=ints),
-      dict(PER_TOKEN=9, SHARED=1, ROWS=2, CHUNKS=512, DEPENDENT=True), ("inter", "depth", "x_stride"), launch_pdl=True)
-build(moe_gemv_fp8._down, dict(h=fp32, w=fp8, w_scales=fp32, out=x, ids=ints, weights=fp32),
-      dict(ROWS=16, CHUNKS=128, DEPENDENT=True), ("columns", "depth"), launch_pdl=True)
+build(moe_gated_parts._gated_parts, dict(x=fp8, x_scales=fp32, weight=fp8, stored=fp8, w_scales=fp32, values=fp8,
+                                         scales=fp32, ids=ints, parts=fp32, tickets=ints),
+      dict(PER_TOKEN=9, SPLITS=7, TOKENS=16, TMA=False, EVEN=True, DEPENDENT=True), launch_pdl=True)
 build(route._choose_each, dict(logits=fp32, bias=fp32, weights=fp32, ids=ints, scale="fp32"),
       dict(SPLITS=1, GROUPS=8, TOPK_GROUPS=4, G2=8, PER2=32, TOPK=8, APPENDED=1, OUT2=16, SIGMOID=True,
            RENORMALIZE=True, DEPENDENT=False), num_warps=1)
@@ -35,4 +34,4 @@ build(route._choose_each, dict(logits=fp32, bias=fp32, weights=fp32, ids=ints, s
 @pytest.mark.slow
 def test_they_compile_for_hopper() -> None:
     assert uninterpreted.printed("-c", SCRIPT).split() == [
-        *["_gated", "_product"] * 4, *["_silu_and_mul_pairs"] * 2, "_up", "_down", "_choose_each"]
+        *["_gated", "_product"] * 4, *["_silu_and_mul_pairs"] * 2, "_gated_parts", "_choose_each"]

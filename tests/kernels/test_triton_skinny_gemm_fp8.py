@@ -11,8 +11,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from glowplug.kernels import fp8
-from glowplug.kernels.triton import fp8_gemm, fp8_quant, fp8_tuning, skinny_gemm_fp8, tuned
-from tests.kernels.test_triton_fp8_gemm import DEVICE, DTYPE, close, operands
+from glowplug.kernels.triton import fp8_gemm, fp8_tuning, skinny_gemm_fp8, tuned
+from tests.kernels.test_triton_fp8_gemm import DTYPE, close, operands
 
 TILED = {"BLOCK_M": 16, "BLOCK_N": 64, "SPLIT_K": 1, "SWAP": True, "TMA": False, "num_warps": 4, "num_stages": 3}
 
@@ -28,20 +28,6 @@ def test_products(rows: int, columns: int, depth: int, splits: int) -> None:
     x, x_scales, weight, w_scales = operands(1, columns, depth, seed=rows + splits)
     found = fp8_gemm.gemm(x, x_scales, weight, w_scales, DTYPE, held(rows, splits))
     close(found, fp8.block_scaled_mm(x, x_scales, weight, w_scales))
-
-
-@pytest.mark.parametrize("depth, splits", [(384, 1), (456, 2)])
-def test_a_row_is_quantised_on_the_way(depth: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit by bit as where it comes quantised."""
-    x = torch.randn(1, depth, generator=torch.Generator().manual_seed(depth)).to(DEVICE, DTYPE)
-    _, _, weight, w_scales = operands(1, 130, depth, seed=depth)
-    values, scales = fp8_quant.quantize(x)
-    monkeypatch.setattr(fp8_gemm, "config_for", lambda *shape: held(8, splits))
-    found = fp8_gemm.plain_gemm(x, weight, w_scales)
-    assert found is not None and torch.equal(found, fp8_gemm.gemm(values, scales, weight, w_scales, DTYPE))
-    assert fp8_gemm.plain_gemm(x.expand(2, -1), weight, w_scales) is None
-    monkeypatch.setattr(fp8_gemm, "config_for", lambda *shape: TILED)
-    assert fp8_gemm.plain_gemm(x, weight, w_scales) is None
 
 
 def test_a_depth_of_fewer_groups_than_parts() -> None:

@@ -23,6 +23,7 @@ def test_candidates_fit_and_pair_up(tokens: int) -> None:
         stage = (weights * config["BLOCK_N"] + config["BLOCK_M"]) * 128 * config.get("ROUND", 1)
         assert config["num_stages"] * stage <= 225_000
         assert kind != "gated" or config["BLOCK_N"] == 128
+    assert {config.get("SPLITS", 1) for _, config in found} == ({1, 4, 7, 8} if tokens == 1 else {1})
     orders = {kind: {config.get("ORDER") for each, config in found if each == kind} for kind, _ in found}
     few = tokens < 4096
     assert orders["second"] == ({None, "columns"} if few else {None})
