@@ -15,6 +15,9 @@ DRIVER = Path("/dev/nvidiactl")
 
 if not DRIVER.exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+elif "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # processes that all reckon on every core come to wait for each other
+    threads = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+SLOWEST = 20  #: tests whose seconds are kept
 EVERY = 2.0  #: seconds between two writes, but for failures, which are written at once
 
 
@@ -56,6 +57,7 @@ class Record:
         self._said = conditions_apart() | {"command": f"pytest {words}"}
         self._tests: dict[str, str] = {}  #: -> passed, failed, skipped or "" where it has not been reached
         self._failures: dict[str, str] = {}
+        self._seconds: Counter[str] = Counter()
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._expect(item.nodeid for item in session.items)
@@ -70,6 +72,7 @@ class Record:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         before = self._tests.get(report.nodeid, "")
+        self._seconds[report.nodeid] += report.duration
         if report.failed:
             self._tests[report.nodeid] = "failed"
             self._failures[report.nodeid] = _why(report)
@@ -90,7 +93,7 @@ class Record:
         found: dict[str, Any] = self._said | {
             "collected": len(self._tests), **{each: counts[each] for each in ("passed", "failed", "skipped")},
             "complete": not left, "seconds": round(time.monotonic() - self._started), "failures": self._failures,
-            "not_run": left}
+            "not_run": left, "slowest": {test: round(spent) for test, spent in self._seconds.most_common(SLOWEST)}}
         write_json(self._path, found)
 
 

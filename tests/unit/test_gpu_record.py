@@ -13,7 +13,7 @@ import pytest
 from tests.source_tree import ROOT
 
 TESTS = """
-import os, signal
+import os, signal, time
 from pathlib import Path
 import pytest
 
@@ -39,6 +39,7 @@ def test_e_ends_badly(leaving): pass
 def test_f_kills():
     if not Path("mended").exists():
         os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.8)
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_g_comes_late(number): pass
@@ -69,3 +70,4 @@ def test_a_run_that_is_killed(tmp_path: Path, words: tuple[str, ...]) -> None:
     again = ran(tmp_path, *words, "--left-by", "before.json")
     assert again["complete"] and again["passed"] == 3 and again["failed"] == 3 and again["collected"] == 6
     assert "pytest -p tests.gpu_record" in again["command"] and again["seconds"] >= 0
+    assert next(iter(again["slowest"].items())) == ("test_some.py::test_f_kills", 1) and len(again["slowest"]) == 6
