@@ -22,6 +22,45 @@ COLUMNS = 16  #: of x, all of them the one token, that a product takes at least
 TICKETS = 8192  #: pairs times blocks of columns at most
 
 
+@triton.jit
+def gates_and_ups(x_at, xs_at, xs_stride, weight, stored, gs_at, ws_stride, expert, first, inter, depth, start, end,
+                  BLOCK_M: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
+                  ROUND: tl.constexpr):
+    """Rows ``first`` and following of an expert's gates and of its ups times the rows of x at ``x_at`` [BLOCK_M, 128],
+    over groups ``start`` to ``end``: two of [128, BLOCK_M], or with the sides not swapped [BLOCK_M, 128].
+
+    Their scales lie at ``xs_at`` and ``gs_at``, those of the ups inter // 128 rows behind. ``weight``: ``stored``
+    [E, 2 * inter, depth] or its descriptor.
+    """
+    groups = tl.cdiv(depth, 128)
+    gate_row = expert * 2 * inter + first
+    up_row = gate_row + inter
+    gate_at = stored + (gate_row + tl.arange(0, 128))[:, None] * depth + tl.arange(0, 128)[None, :]
+    up_at = gate_at + inter.to(tl.int64) * depth
+    us_at = gs_at + inter // 128 * ws_stride
+    x_scale = tl.load(xs_at + start * xs_stride)
+    gate_scale, up_scale = tl.load(gs_at + start), tl.load(us_at + start)
+    if SWAP:
+        gate = tl.zeros((128, BLOCK_M), tl.float32)
+        up = tl.zeros((128, BLOCK_M), tl.float32)
+    else:
+        gate = tl.zeros((BLOCK_M, 128), tl.float32)
+        up = tl.zeros((BLOCK_M, 128), tl.float32)
+    for begin in range(start, end, ROUND):
+        for step in tl.static_range(ROUND):
+            group = begin + step
+            ahead = tl.minimum(group + 1, groups - 1)
+            next_x_scale = tl.load(xs_at + ahead * xs_stride)
+            next_gate_scale, next_up_scale = tl.load(gs_at + ahead), tl.load(us_at + ahead)
+            x_tile = load_tile(x_at, group, depth, EVEN)
+            gate_tile = load_weight(weight, gate_row.to(tl.int32), gate_at, group, depth, TMA, EVEN)
+            up_tile = load_weight(weight, up_row.to(tl.int32), up_at, group, depth, TMA, EVEN)
+            gate = add_scaled(gate, x_tile, gate_tile, x_scale, gate_scale, False, SWAP)
+            up = add_scaled(up, x_tile, up_tile, x_scale, up_scale, False, SWAP)
+            x_scale, gate_scale, up_scale = next_x_scale, next_gate_scale, next_up_scale
+    return gate, up
+
+
 @triton.jit(do_not_specialize=["xs_stride", "ws_stride", "ws_expert", "scale_stride"])
 def _gated_parts(x, x_scales, weight, stored, w_scales, values, scales, ids, parts, tickets, inter, depth, x_stride,
                  xs_stride, ws_expert, ws_stride, scale_stride, PER_TOKEN: tl.constexpr, SPLITS: tl.constexpr,
@@ -35,40 +74,20 @@ def _gated_parts(x, x_scales, weight, stored, w_scales, values, scales, ids, par
     expert = tl.load(ids + pair).to(tl.int64)
     if expert < 0:
         return
-    first, k, n = block * 128, tl.arange(0, 128), tl.arange(0, 128)
-    row, copies = (pair // PER_TOKEN).to(tl.int64), tl.arange(0, TOKENS)
-    x_at = x + row * x_stride + (copies * 0)[:, None] + k[None, :]
-    xs_at = x_scales + row + copies * 0
-    gate_row = expert * 2 * inter + first
-    up_row = gate_row + inter
-    gate_at = stored + (gate_row + n)[:, None] * depth + k[None, :]
-    up_at = gate_at + inter.to(tl.int64) * depth
-    gs_at = w_scales + expert * ws_expert + block * ws_stride
-    us_at = gs_at + inter // 128 * ws_stride
-    groups = tl.cdiv(depth, 128)
-    start, end = groups * split // SPLITS, groups * (split + 1) // SPLITS
-    x_scale = tl.load(xs_at + start * xs_stride)
-    gate_scale, up_scale = tl.load(gs_at + start), tl.load(us_at + start)
-    gate = tl.zeros((128, TOKENS), tl.float32)
-    up = tl.zeros((128, TOKENS), tl.float32)
-    for group in range(start, end):
-        ahead = tl.minimum(group + 1, groups - 1)
-        next_x_scale = tl.load(xs_at + ahead * xs_stride)
-        next_gate_scale, next_up_scale = tl.load(gs_at + ahead), tl.load(us_at + ahead)
-        x_tile = load_tile(x_at, group, depth, EVEN)
-        gate_tile = load_weight(weight, gate_row.to(tl.int32), gate_at, group, depth, TMA, EVEN)
-        up_tile = load_weight(weight, up_row.to(tl.int32), up_at, group, depth, TMA, EVEN)
-        gate = add_scaled(gate, x_tile, gate_tile, x_scale, gate_scale, False, True)
-        up = add_scaled(up, x_tile, up_tile, x_scale, up_scale, False, True)
-        x_scale, gate_scale, up_scale = next_x_scale, next_gate_scale, next_up_scale
-    part = parts + (place.to(tl.int64) * SPLITS + split) * 256
-    one = (n[:, None] >= 0) & (copies == 0)[None, :]
-    tl.store(part + n[:, None] + (copies * 0)[None, :], gate, mask=one)
-    tl.store(part + 128 + n[:, None] + (copies * 0)[None, :], up, mask=one)
+    n, same = tl.arange(0, 128), tl.zeros((TOKENS,), tl.int32)  # the one row of x, TOKENS times
+    row, groups = (pair // PER_TOKEN).to(tl.int64), tl.cdiv(depth, 128)
+    gate, up = gates_and_ups(
+        x + row * x_stride + same[:, None] + n[None, :], x_scales + row + same, xs_stride, weight, stored,
+        w_scales + expert * ws_expert + block * ws_stride, ws_stride, expert, block * 128, inter, depth,
+        groups * split // SPLITS, groups * (split + 1) // SPLITS, TOKENS, True, TMA, EVEN, 1)
+    part = parts + (place.to(tl.int64) * SPLITS + split) * 256 + n[:, None] + same[None, :]
+    one = (n[:, None] >= 0) & (tl.arange(0, TOKENS) == 0)[None, :]
+    tl.store(part, gate, mask=one)
+    tl.store(part + 128, up, mask=one)
     tl.debug_barrier()
     if tl.atomic_add(tickets + place, 1, sem="acq_rel") == SPLITS - 1:
         tl.store(tickets + place, 0)
-        _activate(parts + place.to(tl.int64) * (SPLITS * 256), values + pair.to(tl.int64) * inter + first,
+        _activate(parts + place.to(tl.int64) * (SPLITS * 256), values + pair.to(tl.int64) * inter + block * 128,
                   scales + block * scale_stride + pair, SPLITS)
 
 

@@ -139,36 +139,11 @@ def _gated(x, x_scales, weight, stored, w_scales, values, scales, pairs, experts
         return
     first = block * 128
     pair, expert, real = _pairs_of(tile, pairs, experts, total_pairs, BLOCK_M, ALIGNED)
-    k = tl.arange(0, 128)
     row = tl.where(real, pair // PER_TOKEN, 0)
-    x_at = x + row.to(tl.int64)[:, None] * x_stride + k[None, :]
-    xs_at = x_scales + row
-    gate_row = expert * 2 * inter + first
-    up_row = gate_row + inter
-    gate_at = stored + (gate_row + tl.arange(0, 128))[:, None] * depth + k[None, :]
-    up_at = gate_at + inter.to(tl.int64) * depth
-    gs_at = w_scales + expert * ws_expert + first // 128 * ws_stride
-    us_at = gs_at + inter // 128 * ws_stride
-    groups = tl.cdiv(depth, 128)
-    x_scale, gate_scale, up_scale = tl.load(xs_at), tl.load(gs_at), tl.load(us_at)
-    if SWAP:
-        gate = tl.zeros((128, BLOCK_M), tl.float32)
-        up = tl.zeros((128, BLOCK_M), tl.float32)
-    else:
-        gate = tl.zeros((BLOCK_M, 128), tl.float32)
-        up = tl.zeros((BLOCK_M, 128), tl.float32)
-    for start in range(0, groups, ROUND):
-        for step in tl.static_range(ROUND):
-            group = start + step
-            ahead = tl.minimum(group + 1, groups - 1)
-            next_x_scale = tl.load(xs_at + ahead * xs_stride)
-            next_gate_scale, next_up_scale = tl.load(gs_at + ahead), tl.load(us_at + ahead)
-            x_tile = load_tile(x_at, group, depth, EVEN)
-            gate_tile = load_weight(weight, gate_row.to(tl.int32), gate_at, group, depth, TMA, EVEN)
-            up_tile = load_weight(weight, up_row.to(tl.int32), up_at, group, depth, TMA, EVEN)
-            gate = add_scaled(gate, x_tile, gate_tile, x_scale, gate_scale, False, SWAP)
-            up = add_scaled(up, x_tile, up_tile, x_scale, up_scale, False, SWAP)
-            x_scale, gate_scale, up_scale = next_x_scale, next_gate_scale, next_up_scale
+    gate, up = moe_gated_parts.gates_and_ups(
+        x + row.to(tl.int64)[:, None] * x_stride + tl.arange(0, 128)[None, :], x_scales + row, xs_stride, weight,
+        stored, w_scales + expert * ws_expert + first // 128 * ws_stride, ws_stride, expert, first, inter, depth, 0,
+        tl.cdiv(depth, 128), BLOCK_M, SWAP, TMA, EVEN, ROUND)
     inner = gate / (1.0 + tl.exp(-gate)) * up
     if SWAP:
         inner = inner.T

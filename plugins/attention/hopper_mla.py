@@ -26,5 +26,6 @@ def register_attention_backends() -> list[Component]:
             kinds=frozenset({"mla"}), devices=frozenset({"cuda"}), compute=HOPPER, dtypes=SIXTEEN_BITS,
             kv_dtypes=SIXTEEN_BITS | {"fp8_e4m3"}, page_sizes=frozenset({PAGE}), tree=True, first_key=True,
             modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER}, work=mla_bytes),
-        summary="latent attention on Hopper, each step's decoding rows by what was measured fastest for their number "
-                "and heads (FlashMLA or Triton; table in attention/measured.py), prefill by FlashAttention-3")]
+        summary="latent attention on Hopper, each step's decoding rows by what was measured fastest for their number, "
+                "heads and the longest that can come (FlashMLA or Triton; table in attention/measured.py), prefill by "
+                "FlashAttention-3")]
