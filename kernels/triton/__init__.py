@@ -1,2 +1,2 @@
 """Kernels in Triton for CUDA devices. Importing a module of this package imports triton,
-other than ``tuned`` and ``moe_tiles``, which plans read."""
+other than ``h200``, ``tuned`` and ``moe_tiles``, which plans read."""

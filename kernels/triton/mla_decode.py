@@ -17,13 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.triton import dependent, paged
-from glowplug.kernels.triton.h200 import MULTIPROCESSORS
+from glowplug.kernels.triton.h200 import MULTIPROCESSORS, SHORT
 from glowplug.kernels.triton.mla_merge import merge
 
 JOINED = 8  #: parts of a row's keys up to which who ends last joins them (not of tiles of 32 pairs: never measured)
 APART = 9  #: parts at most that W_UV's product joins instead,
 APART_ROWS = range(8, 33)  #: in steps of so many rows: measured with 8, 16 and 32, with one it gained nothing
-SHORT = 8192  #: keys of the longest row up to which to spare the merge is worth more than a part for every processor
 MANY_HEADS = 64  #: more of them in few rows of SHORT keys at most are cut narrower than the widest tile:
 #: (blocks of this many pairs at most, pairs of a block), so that there is about a program for every processor
 NARROW = ((33, 16), (64, 32))
@@ -143,7 +142,8 @@ def tiling(rows: int, width: int, heads: int, context: int, dtype: torch.dtype, 
     spared = ring and block_m == 16 and blocks >= JOINED and context <= SHORT and not many
     apart = apart and splits > 1 and width == 1 and (
         rows in MANY_APART and not wide if many else spared and rows in APART_ROWS)
-    if spared:  # 8 rows of 1024 keys on an H200: 17.1 us joined, 20.8 us in 16 parts and merged
+    if spared:  # to spare the merge is worth more than a part for every processor: of 8 rows of 1024 keys on an H200
+        # 17.1 us joined, 20.8 us in 16 parts and merged
         splits = min(splits, APART if apart else JOINED)
     if ring:
         return Tiling(block_m, block_n, splits, 1, 8 if wide else 4, 3 if narrow and not wide else 2, True, apart)

@@ -3,17 +3,49 @@ from __future__ import annotations
 
 from typing import Literal
 
-from glowplug.core.component import Component, Package
+from glowplug.core.component import CheckContext, Component, Package
 from glowplug.core.hookspecs import hookimpl
+from glowplug.core.mesh import axis_size
 from glowplug.core.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
+from glowplug.core.plan import Decision
 from glowplug.plugins.attention.absorbed import AbsorbedOptions
 from glowplug.plugins.attention.flashmla import PAGE
 from glowplug.plugins.attention.library import HOPPER, SGL_KERNEL, SIXTEEN_BITS, check_kv_is_compute
+from glowplug.plugins.attention.measured import Line, line
 from glowplug.plugins.attention.prefill_bytes import mla_bytes
+
+FIELD = "kernels.decode_attention"
 
 
 class HopperMlaOptions(AbsorbedOptions):
     use: Literal["hopper_mla"] = "hopper_mla"
+
+
+NAMES = {"triton": "our own kernel", "flashmla": "FlashMLA"}
+
+
+@hookimpl
+def plan_remarks(context: CheckContext) -> list[Decision]:
+    """Whose kernels decode so many rows, and what a shorter context would change."""
+    chosen, values = context.chosen.get("attention", ()), context.values
+    if not chosen or chosen[0].name != "hopper_mla":
+        return []
+    if values["kv_dtype"] not in SIXTEEN_BITS:
+        return [Decision(FIELD, "triton", "hopper_mla", "FlashMLA reads no cache of 8 bits here")]
+    heads, width = context.facts.model.num_heads // axis_size("attn_tp", values["mesh"]), values["width"]
+    longest = values["context_length"] + width + values["lookahead"]
+    used = line(width * heads, longest if width == 1 else None)
+    why = f"rows of {width * heads} queries, as measured on an H200: {_words(used)}"
+    short = line(width * heads, 0 if width == 1 else None)
+    if short != used:
+        why += f"; with a context_length of at most 8192: {_words(short)}"
+    return [Decision(FIELD, "by rows", "hopper_mla", why)]
+
+
+def _words(line: Line) -> str:
+    """Each kernel with the most rows that it decodes."""
+    *ends, (_, last) = ((most, NAMES[kernel]) for most, kernel in line)
+    return ", ".join([f"{kernel} up to {most} rows" for most, kernel in ends] + [f"{last} beyond" if ends else last])
 
 
 @hookimpl

@@ -83,6 +83,25 @@ def test_the_table_answers_for_every_shape(queries: int, rows: int) -> None:
     assert short == ("triton" if queries == 128 and rows <= 16 else beyond)
 
 
+def decoding(plan: EnginePlan) -> str:
+    found = {decision.field: decision for decision in plan.decisions}
+    return found["kernels.decode_attention"].why if "kernels.decode_attention" in found else ""
+
+
+def test_the_plan_says_who_decodes_how_many_rows(lite: Path, drafting: Path, plugins: PluginSet) -> None:
+    assert decoding(planned(lite, plugins)) == (
+        "rows of 16 queries, as measured on an H200: our own kernel up to 66 rows, FlashMLA up to 112 rows, our own "
+        "kernel up to 132 rows, FlashMLA up to 207 rows, our own kernel up to 264 rows, FlashMLA beyond")
+    few = "our own kernel up to 16 rows, FlashMLA beyond"
+    assert decoding(planned(drafting, plugins, context_length=8192)).endswith(f"an H200: {few}")
+    longer = decoding(planned(drafting, plugins, context_length=8400))
+    assert longer.endswith(f"an H200: FlashMLA; with a context_length of at most 8192: {few}")
+    assert decoding(planned(drafting, plugins, speculative={"use": "nextn"}, context_length=4096)) == (
+        "rows of 256 queries, as measured on an H200: FlashMLA")
+    assert decoding(planned(drafting, plugins, {"kv_dtype": "fp8_e4m3"})) == "FlashMLA reads no cache of 8 bits here"
+    assert not decoding(planned(lite, plugins, {"use": "triton_mla"}))
+
+
 @pytest.mark.parametrize("name", ["hopper_mla", "fa3_mla", "flashmla", "flashinfer_mla"])
 def test_each_is_taken_when_asked_for(name: str, lite: Path, plugins: PluginSet) -> None:
     plan = planned(lite, plugins, {"use": name})
