@@ -91,13 +91,13 @@ def test_one_product(swap: bool, hidden: int) -> None:
 
 
 @pytest.mark.parametrize("config", list(CONFIGS))
-@pytest.mark.parametrize("tokens, hidden, inter", [(1, 256, 128), (5, 128, 256)])
+@pytest.mark.parametrize("tokens, hidden, inter", [(1, 256, 128), (5, 128, 256), (2, 200, 128)])
 def test_experts(config: str, tokens: int, hidden: int, inter: int) -> None:
     case = Case(tokens, 2, 4, hidden, inter, seed=tokens)
     close(case.found(CONFIGS[config]), case.wanted())
 
 
-@pytest.mark.parametrize("config", list(CONFIGS))
+@pytest.mark.parametrize("config", [name for name in CONFIGS if name != "parts"])
 @pytest.mark.parametrize("tokens, hidden, inter", [(2, 256, 256), (7, 200, 128)])
 def test_the_order_of_programs_changes_no_bit(config: str, tokens: int, hidden: int, inter: int) -> None:
     case = Case(tokens, 2, 5, hidden, inter, seed=tokens)
@@ -141,7 +141,7 @@ def test_experts_elsewhere_count_for_nothing() -> None:
     case = Case(6, 2, 3, 128, 128, seed=9)
     case.ids[2] = -1
     case.ids[4, 0] = -1
-    for config in (FUSED, CONFIGS["paired"]):
+    for config in (FUSED, CONFIGS["paired"], PARTS):
         found = case.found(config)
         close(found, case.wanted())
         assert not found[2].any()
