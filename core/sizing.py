@@ -69,7 +69,7 @@ def size(draft: Draft) -> tuple[Sizes, tuple[BudgetLine, ...]] | None:
                   lookahead=draft.values["lookahead"], pass_tokens=pass_tokens(draft, step_tokens),
                   extend_tokens=extend_tokens(draft, step_tokens), turns=_turns(draft),
                   **_page_bounds(draft, pages, rows, page, context))
-    draft.values["context_length"] = context
+    draft.values["positions"] = sizes.positions
     _remark_draft(draft)
     return sizes, (*fixed, *cache)
 

@@ -1,4 +1,4 @@
 """The card that launch rules were measured on."""
 MULTIPROCESSORS = 132
-#: keys that a row may come to, up to which few parts of it are enough; a step and drafts go beyond the 8192 of a plan
-SHORT = 8192 + 128
+SHORT_CONTEXT = 8192  #: of a plan whose rows are short: few parts of their keys are enough,
+SHORT = SHORT_CONTEXT + 128  #: and positions that such rows may come to in a step and with drafts

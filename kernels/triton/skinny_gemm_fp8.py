@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.triton import dependent
+from glowplug.kernels.triton.fp8_quant import GROUP
 from glowplug.kernels.triton.split_k import sum_parts
 
-GROUP = 128  #: columns, and rows, with one scale
 FEWEST, MOST = 64, 512  #: bytes of W that a thread may hold
 
 

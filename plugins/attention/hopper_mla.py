@@ -8,6 +8,7 @@ from glowplug.core.hookspecs import hookimpl
 from glowplug.core.mesh import axis_size
 from glowplug.core.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
 from glowplug.core.plan import Decision
+from glowplug.kernels.triton.h200 import SHORT_CONTEXT
 from glowplug.plugins.attention.absorbed import AbsorbedOptions
 from glowplug.plugins.attention.flashmla import PAGE
 from glowplug.plugins.attention.library import HOPPER, SGL_KERNEL, SIXTEEN_BITS, check_kv_is_compute
@@ -15,13 +16,11 @@ from glowplug.plugins.attention.measured import Line, line
 from glowplug.plugins.attention.prefill_bytes import mla_bytes
 
 FIELD = "kernels.decode_attention"
+NAMES = {"triton": "our own kernel", "flashmla": "FlashMLA"}
 
 
 class HopperMlaOptions(AbsorbedOptions):
     use: Literal["hopper_mla"] = "hopper_mla"
-
-
-NAMES = {"triton": "our own kernel", "flashmla": "FlashMLA"}
 
 
 @hookimpl
@@ -32,13 +31,12 @@ def plan_remarks(context: CheckContext) -> list[Decision]:
         return []
     if values["kv_dtype"] not in SIXTEEN_BITS:
         return [Decision(FIELD, "triton", "hopper_mla", "FlashMLA reads no cache of 8 bits here")]
-    heads, width = context.facts.model.num_heads // axis_size("attn_tp", values["mesh"]), values["width"]
-    longest = values["context_length"] + width + values["lookahead"]
-    used = line(width * heads, longest if width == 1 else None)
-    why = f"rows of {width * heads} queries, as measured on an H200: {_words(used)}"
-    short = line(width * heads, 0 if width == 1 else None)
+    width = values["width"]
+    queries = width * context.facts.model.num_heads // axis_size("attn_tp", values["mesh"])
+    used, short = line(queries, values["positions"], width), line(queries, SHORT_CONTEXT, width)
+    why = f"rows of {queries} queries, as measured on an H200: {_words(used)}"
     if short != used:
-        why += f"; with a context_length of at most 8192: {_words(short)}"
+        why += f"; with a context_length of at most {SHORT_CONTEXT}: {_words(short)}"
     return [Decision(FIELD, "by rows", "hopper_mla", why)]
 
 

@@ -21,10 +21,9 @@ FASTEST: dict[int, Line] = {
     64: ((2, "triton"), (math.inf, "flashmla")),
     128: ((math.inf, "flashmla"),),
 }
-#: the same where no row can be longer than SHORT keys, for lines that differ, and for those on either side of them; one
-#: token a row. With 128 queries and 512 keys the Triton kernel was up to 33 us a layer quicker, with 4096 up to 13.
+#: lines that differ, or are added, where no row can be longer than SHORT keys and each has one token. With 128 queries
+#: and 512 keys the Triton kernel was up to 33 us a layer quicker, with 4096 up to 13.
 FASTEST_SHORT: dict[int, Line] = {
-    64: FASTEST[64],
     128: ((16, "triton"), (math.inf, "flashmla")),
     256: ((math.inf, "flashmla"),),
 }
@@ -40,16 +39,15 @@ FASTEST_MHA: dict[int, Line] = {
 }
 
 
-def fastest(queries: int, rows: int, context: int | None = None) -> str:
+def fastest(queries: int, rows: int, longest: float = math.inf, width: int = 1) -> str:
     """The kernel for ``rows`` decoding rows of ``queries`` queries each, by the table's line nearest in queries;
-    ``context``: keys of the longest row that can come, where rows have one token each."""
-    return _of(line(queries, context), rows)
+    ``longest``: keys of the longest row that can come, ``width``: tokens a row."""
+    return _of(line(queries, longest, width), rows)
 
 
-def line(queries: int, context: int | None = None) -> Line:
+def line(queries: int, longest: float, width: int) -> Line:
     """The table's for so many ``queries``, as in :func:`fastest`."""
-    short = context is not None and context <= SHORT and queries > min(FASTEST_SHORT)
-    return _nearest(FASTEST_SHORT if short else FASTEST, queries)
+    return _nearest(FASTEST | FASTEST_SHORT if longest <= SHORT and width == 1 else FASTEST, queries)
 
 
 def fastest_mha(queries: int, rows: int) -> str:
