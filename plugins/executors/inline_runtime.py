@@ -1,11 +1,13 @@
 """Runs the rank inside ``outputs``: whoever waits for tokens computes them."""
 from __future__ import annotations
 
+import logging
 import threading
 import traceback
 from collections import deque
 from typing import TYPE_CHECKING
 
+from glowplug.core.collecting import give_memory_back
 from glowplug.core.errors import EngineDead, GlowplugError
 from glowplug.core.messages import Outbound, Progress, encode
 from glowplug.core.plan import EnginePlan
@@ -15,6 +17,8 @@ from glowplug.core.protocols import Worker
 if TYPE_CHECKING:
     from glowplug.core.engine import Engine
     from glowplug.plugins.executors.inline import InlineOptions
+
+log = logging.getLogger("glowplug")
 
 
 class InlineExecutor:
@@ -73,8 +77,19 @@ class InlineExecutor:
         return encode(found) if found else None
 
     def stop(self) -> None:
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.close()
+        if self._engine is not None:
+            self._end()
         self._dead = self._dead or "the engine was stopped"
         self._wake.set()
+
+    def _end(self) -> None:
+        from glowplug.core.memory.measure import gauge_of
+
+        assert self._engine is not None
+        gauge = gauge_of(str(self._engine.runner.device))
+        self._engine.close()
+        self._engine = None
+        try:
+            give_memory_back(gauge)
+        except RuntimeError as error:  # of a device that failed: nothing there can be given back
+            log.warning("the device's memory was not given back: %s", error)

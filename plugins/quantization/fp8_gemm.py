@@ -115,6 +115,16 @@ def whole_fours(x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor) -
     return x, weight.t(), x_scales, w_scales.t()
 
 
+def side_by_side(scales: Tensor) -> Tensor:
+    """float32 [M, G] -> [G, ceil4(M)], contiguous, whose last columns hold anything; as ``fp8_quant.empty_quantized``
+    made them they are there already."""
+    rows, groups = scales.shape
+    held = -(-rows // 4) * 4
+    if scales.stride() != (1, held):
+        return torch.nn.functional.pad(scales.t(), (0, held - rows)).contiguous()
+    return scales.as_strided((groups, held), (held, 1))
+
+
 class Cutlass(_Library):
     """CUTLASS as sgl_kernel builds it."""
 
@@ -144,7 +154,10 @@ class Cublas(_Library):
 
 
 class Flashinfer(_Library):
-    """flashinfer's kernels for SM90: compiled for a minute at the first use."""
+    """flashinfer's kernels for SM90: compiled for a minute at the first use.
+
+    NOTE: 0.6.11 says that scales of x are [M, K / 128] and asks for no shape; its kernel reads [K / 128, ceil4(M)].
+    """
 
     name, module, function = "flashinfer", "flashinfer.gemm", "fp8_blockscale_gemm_sm90"
 
@@ -153,7 +166,7 @@ class Flashinfer(_Library):
 
     def __call__(self, x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype) -> Tensor:
         out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.bfloat16, device=x.device)
-        self._call(x, weight, x_scales.contiguous(), w_scales, out=out)
+        self._call(x, weight, side_by_side(x_scales), w_scales, out=out)
         return out.to(dtype)
 
 

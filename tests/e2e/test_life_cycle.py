@@ -1,13 +1,18 @@
 """Every life-cycle hook of a plugin is called, once and in its phase, whichever executor runs the rank."""
 from __future__ import annotations
 
+import gc
 import importlib
+import logging
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from glowplug import LLM, SamplingParams
 from glowplug.core.errors import EngineDead, PluginLoadError
+from glowplug.core.memory.measure import HostGauge
 from tests.tiny import write_config
 
 PLUGIN = '''
@@ -82,3 +87,43 @@ def test_a_hook_that_fails_in_a_rank_names_its_plugin(tmp_path: Path, monkeypatc
     with pytest.raises((PluginLoadError, EngineDead), match="life_fails.*worker_started failed: ZeroDivisionError"):
         LLM(model=str(folder), plugins=["life_fails"], weights={"use": "random"}, skip_tokenizer=True,
             context_length=64, memory={"kv_tokens": 256})
+
+
+class Device(HostGauge):
+    """A device that notes what is left of ``watched`` when memory is given back, and may have failed."""
+
+    measures = True
+
+    def __init__(self, watched: weakref.ref[object], fails: bool) -> None:
+        self.watched, self.fails = watched, fails
+        self.left: list[object] = [self]
+
+    def settle(self) -> None:
+        self.left = [self.watched()]
+        if self.fails:
+            raise RuntimeError("an illegal memory access was encountered")
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """None but who is asked for collects."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_engine_that_ends_leaves_nothing_on_its_device(fails: bool, tmp_path: Path, no_collector: None,
+                                                          monkeypatch: pytest.MonkeyPatch,
+                                                          caplog: pytest.LogCaptureFixture) -> None:
+    """The next one in this process has the room, though its parts refer to one another."""
+    llm = LLM(model=str(write_config(tmp_path, "v3")), weights={"use": "random"}, skip_tokenizer=True,
+              context_length=64, memory={"kv_tokens": 256})
+    llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2, ignore_eos=True))
+    device = Device(weakref.ref(llm._executor._engine.runner.model), fails)  # type: ignore[attr-defined]
+    monkeypatch.setattr("glowplug.core.memory.measure.gauge_of", lambda name: device)
+    with caplog.at_level(logging.WARNING, "glowplug"):
+        llm.close()
+    assert device.left == [None]
+    assert ("illegal memory access" in caplog.text) == fails
+    llm.close()

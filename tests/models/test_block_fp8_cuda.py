@@ -183,9 +183,35 @@ def test_float32_by_whoever_is_measured(tokens: int) -> None:
     near(found.to(DTYPE), fp8.fake_quantize_tokens(x.float()) @ checkpoint.dense["m"].to(DEVICE).t())
 
 
+@pytest.mark.parametrize("rows", [1, 4, 6, 33])
+@pytest.mark.parametrize("laid_out", ["side by side", "by row", "a slice"])
+def test_flashinfer_is_given_scales_as_its_kernel_reads_them(rows: int, laid_out: str) -> None:
+    """Wherever a row's scale of a group lies, it is read from place ``group * ceil4(M) + row`` of the memory."""
+    depth, columns = 384, 128
+    x, stored = torch.randn(rows, depth), fp8.quantize_weight(torch.randn(columns, depth))
+    values, scales = fp8_quant.empty_quantized(rows + 3 if laid_out == "a slice" else rows, depth, torch.device("cpu"))
+    values, scales = values[:rows], scales[:rows]
+    scales.copy_(x.view(rows, -1, 128).abs().amax(2) / 448)
+    values.copy_((x.view(rows, -1, 128) / scales.unsqueeze(2)).view(rows, depth))
+    held = -(-rows // 4) * 4
+
+    def product(x: Tensor, weight: Tensor, x_scales: Tensor, w_scales: Tensor, out: Tensor) -> None:
+        read = torch.as_strided(x_scales, (rows, depth // 128), (1, held))
+        wide = x.float() * read.repeat_interleave(128, 1)
+        out.copy_(wide @ fp8.dequantize_weight(weight, w_scales, torch.float32).t())
+
+    provider = fp8_gemm.Flashinfer()
+    provider._call = product
+    given = scales.contiguous() if laid_out == "by row" else scales
+    found = provider(values, given, *stored, torch.float32)
+    wanted = (values.float() * scales.repeat_interleave(128, 1)) @ fp8.dequantize_weight(*stored, torch.float32).t()
+    assert (found - wanted).norm() <= 4e-3 * wanted.norm()
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("gemm", ["triton", "deep_gemm", "cutlass", "cublas", "auto"])
-@pytest.mark.parametrize("tokens", [1, 6, 8, 70, 512])
+@pytest.mark.timeout(900)  # flashinfer's kernels are compiled for a minute, beside other processes for several
+@pytest.mark.parametrize("gemm", ["triton", "deep_gemm", "cutlass", "cublas", "flashinfer", "auto"])
+@pytest.mark.parametrize("tokens", [1, 6, 8, 31, 70, 512])
 def test_every_provider(gemm: str, tokens: int) -> None:
     if Providers()._all.get(gemm) is not None and (why := Providers()._all[gemm].missing()):
         pytest.skip(why)
