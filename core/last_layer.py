@@ -8,7 +8,7 @@ every row decoded one token (``SampledLastLayer.tail``). It saves a prompt all b
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 STEP = 16  #: rows are filled up to a power of two below it, and to its multiples: what graphs decode, kernels know
 
 Numbers = NDArray[np.int32]
+Wide = NDArray[np.int64]
+T = TypeVar("T", bound=np.generic)
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,35 +32,38 @@ class HostEnds:
     first ``count`` are token 0 at position 0 of the scratch page."""
 
     count: int
-    tokens: Numbers
-    positions: Numbers
-    slots: Numbers
+    tokens: Wide
+    positions: Wide
+    slots: Wide
     pages: Numbers
 
     @classmethod
-    def of(cls, wanted: Numbers, token_row: Numbers, positions: Numbers, slots: Numbers, pages: Numbers) -> HostEnds:
+    def of(cls, wanted: Wide, token_row: Numbers, positions: Numbers, slots: Numbers, pages: Numbers) -> HostEnds:
         """Of the tokens ``wanted`` [N] of a flattened step: rows, positions and slots [T] of its tokens, pages [B, P]
         of its rows."""
         count, rows = len(wanted), filled(len(wanted))
-        parts = [_fill(part, rows) for part in (wanted, positions[wanted], slots[wanted])]
+        parts = [_fill(part.astype(np.int64), rows) for part in (wanted, positions[wanted], slots[wanted])]
         return cls(count, parts[0], parts[1], parts[2], _fill(pages[token_row[wanted]], rows))
 
-    def parts(self) -> list[Numbers]:
+    def parts(self) -> list[NDArray[Any]]:
         """For one copy to the device; ``on_device`` takes them back from there."""
         rows = len(self.tokens)
-        return [self.tokens, self.positions, self.slots, self.positions + 1, np.arange(rows + 1, dtype=np.int32),
+        return [self.tokens, self.positions, self.slots, self._lengths, np.arange(rows + 1, dtype=np.int32),
                 self.pages.ravel()]
+
+    @property
+    def _lengths(self) -> Numbers:
+        return (self.positions + 1).astype(np.int32)
 
     def on_device(self, step: int, views: tuple[Tensor, ...]) -> Ends:
         rows, none = len(self.tokens), np.zeros(0, np.int32)
         batch = Batch(
             step=step, mode=Mode.DECODE, rows=np.zeros(rows, np.int32), epochs=np.zeros(rows, np.int64),
-            num_decodes=rows, query_lens=np.ones(rows, np.int32), kv_lens=self.positions + 1,
+            num_decodes=rows, query_lens=np.ones(rows, np.int32), kv_lens=self._lengths,
             samples=np.ones(rows, np.bool_), prompt_ids=none, pages=self.pages)
-        batch.positions, batch.slots = views[1].long(), views[2].long()
-        batch.kv_lens_device, batch.query_starts = views[3], views[4]
+        batch.positions, batch.slots, batch.kv_lens_device, batch.query_starts = views[1:5]
         batch.page_table = views[5].view(self.pages.shape)
-        return Ends(self.count, views[0].long(), batch)
+        return Ends(self.count, views[0], batch)
 
 
 def filled(count: int) -> int:
@@ -66,7 +71,7 @@ def filled(count: int) -> int:
     return 1 << (count - 1).bit_length() if 0 < count <= STEP else -(-count // STEP) * STEP
 
 
-def _fill(part: Numbers, rows: int) -> Numbers:
-    found = np.zeros((rows, *part.shape[1:]), np.int32)
+def _fill(part: NDArray[T], rows: int) -> NDArray[T]:
+    found = np.zeros((rows, *part.shape[1:]), part.dtype)
     found[: len(part)] = part
     return found

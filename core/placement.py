@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-ALIGNED = 4  #: numbers at multiples of which each part begins
+ALIGNED = 4  #: words at multiples of which each part begins
 FEW = 16  #: rows that ``index_select`` copies one after the other on a CUDA device
 
 
@@ -35,28 +35,37 @@ def rows_at(table: Tensor, at: Tensor) -> Tensor:
 
 
 def send(parts: Seq[NDArray[Any]], device: torch.device) -> tuple[Tensor, ...]:
-    """One-dimensional integer ``parts`` as int32 tensors on ``device``: one copy, which the host does not wait for.
+    """One-dimensional integer ``parts`` on ``device``, those of int64 as such and all others as int32: one copy, which
+    the host does not wait for.
 
     NOTE: each begins at a multiple of 16 bytes. Triton compiles a kernel anew for pointers of another alignment, in the
     middle of serving where it depends on the lengths of a step.
     """
     if device.type == "cpu":
-        joined = np.concatenate(parts, dtype=np.int32, casting="unsafe")
-        return torch.split(torch.from_numpy(joined), [len(part) for part in parts])
+        return tuple(torch.from_numpy(part.astype(np.int64 if _words(part) == 2 else np.int32)) for part in parts)
     return sent(parts, lambda size: torch.empty(size, dtype=torch.int32, pin_memory=True), device)
 
 
 def sent(parts: Seq[NDArray[Any]], pinned: Callable[[int], Tensor], device: torch.device) -> tuple[Tensor, ...]:
-    """As :func:`send`, by way of memory that ``pinned`` makes: int32 of so many numbers.
+    """As :func:`send`, by way of memory that ``pinned`` makes: int32 of so many words.
 
     NOTE: torch keeps pinned memory that was given back until the copies out of it have happened.
     """
     starts = [0]
     for part in parts:
-        starts.append(starts[-1] - -len(part) // ALIGNED * ALIGNED)
+        starts.append(starts[-1] - -len(part) * _words(part) // ALIGNED * ALIGNED)
     packed = pinned(starts[-1])
-    numbers = packed.numpy()
+    words = packed.numpy()
     for part, start in zip(parts, starts):
-        numbers[start : start + len(part)] = part
-    on_device = packed.to(device, non_blocking=True)
-    return tuple(on_device[start : start + len(part)] for part, start in zip(parts, starts))
+        room = words[start : start + len(part) * _words(part)]
+        (room.view(np.int64) if _words(part) == 2 else room)[:] = part
+    on_device, found = packed.to(device, non_blocking=True), []
+    for part, start in zip(parts, starts):
+        there = on_device[start : start + len(part) * _words(part)]
+        found.append(there.view(torch.int64) if _words(part) == 2 else there)
+    return tuple(found)
+
+
+def _words(part: NDArray[Any]) -> int:
+    """Of four bytes, that a number takes on the device."""
+    return 2 if part.dtype == np.int64 else 1

@@ -104,18 +104,17 @@ class Runner:
         with torch.inference_mode():
             if self._copier is not None:
                 self._copier.mark()
-            self._join(batch)
-            self.sampler.plan_step(batch)
             slot = self.graphs.slot_for(batch)
             if slot is not None:
+                self._plan_sampling(batch)
                 return self._to_host(batch, self.step(self.graphs.fill(slot, batch))[0], [])
             self._complete(batch)
-            accepted, hidden = self.step(batch)
+            accepted, hidden = self.step(batch, partial(self._plan_sampling, batch))
             scored = self._prompt_logprobs(batch, hidden) if batch.prompt_logprobs is not None else []
             return self._to_host(batch, accepted, scored)
 
-    def step(self, batch: Batch) -> tuple[Accepted, torch.Tensor]:
-        """See ``protocols.Steps``."""
+    def step(self, batch: Batch, meanwhile: Callable[[], None] | None = None) -> tuple[Accepted, torch.Tensor]:
+        """See ``protocols.Steps``. ``meanwhile``: what is left to do before sampling, as the device computes."""
         run = batch.segments.run
         if self._speculates:  # drafts plan attention themselves, and say where the step's own tokens go
             self._feed(batch)
@@ -123,6 +122,8 @@ class Runner:
                 run("places", partial(self._place, batch))
         self.attention.plan_step(batch, batch.segments.part("forward"))
         hidden, logits = run("forward", partial(self._forward, batch))
+        if meanwhile is not None:
+            meanwhile()
         accept = partial(self._accept, batch, logits, hidden)
         key = None if batch.segments is DIRECT else self.sampler.capture_key()
         return (accept() if key is None else run(f"accept {key}", accept)), hidden
@@ -173,13 +174,14 @@ class Runner:
             accepted.packed = pack(accepted)
         return accepted
 
-    def _join(self, batch: Batch) -> None:
+    def _plan_sampling(self, batch: Batch) -> None:
         for row in batch.left:
             self.sampler.leave(row)
         for sequence in batch.joined:
             if sequence.row >= 0:
                 self.sampler.join(sequence.row, sequence.params, sequence.all_tokens(), len(sequence.prompt),
                                   sequence.stop_ids)
+        self.sampler.plan_step(batch)
 
     def _complete(self, batch: Batch) -> None:
         """Fill the device fields from one packed host buffer. ``input_ids`` are the prompts' until drafts precede them.
@@ -196,7 +198,9 @@ class Runner:
             positions = np.arange(len(token_row), dtype=np.int32) - starts[token_row]
             positions += (kv_lens - queries)[token_row]
         slots = batch.pages[token_row, positions // page_size] * page_size + positions % page_size
-        parts = [positions, slots, batch.rows, kv_lens, starts, batch.prompt_ids, batch.pages.ravel()]
+        parts: list[NDArray[Any]] = [
+            positions.astype(np.int64), slots.astype(np.int64), batch.rows.astype(np.int64), kv_lens.astype(np.int32),
+            starts, batch.prompt_ids.astype(np.int64), batch.pages.ravel()]
         wanted = self._logits_index(batch, starts)
         if wanted is not None:
             parts.append(wanted)
@@ -205,11 +209,9 @@ class Runner:
             ends = HostEnds.of(wanted, token_row, positions, slots, batch.pages)
             parts += ends.parts()
         views = send(parts, self.device)
-        batch.positions, batch.slots, batch.row_ids = views[0].long(), views[1].long(), views[2].long()
-        batch.kv_lens_device, batch.query_starts = views[3], views[4]
-        batch.page_table = views[6].view(batch.pages.shape)
-        batch.logits_index = views[7].long() if wanted is not None else None
-        batch.input_ids = views[5].long()
+        batch.positions, batch.slots, batch.row_ids, batch.kv_lens_device, batch.query_starts = views[:5]
+        batch.input_ids, batch.page_table = views[5], views[6].view(batch.pages.shape)
+        batch.logits_index = views[7] if wanted is not None else None
         batch.ends = None if ends is None else ends.on_device(batch.step, views[8:])
 
     def _exact_lengths(self, batch: Batch) -> NDArray[np.int32]:
@@ -233,12 +235,12 @@ class Runner:
         batch.slots[:tokens] = slots_at(batch.page_table[:rows], positions, self.table.page_size).view(-1)
         batch.kv_lens_device[:rows] = lengths + width
 
-    def _logits_index(self, batch: Batch, starts: NDArray[np.int32]) -> NDArray[np.int32] | None:
+    def _logits_index(self, batch: Batch, starts: NDArray[np.int32]) -> NDArray[np.int64] | None:
         """Flattened positions whose logits are wanted; None when that is all of them."""
         if batch.num_decodes == batch.num_rows:
             return None
         sampling = np.nonzero(batch.samples[batch.num_decodes :])[0] + batch.num_decodes
-        return np.concatenate([np.arange(batch.decode_tokens, dtype=np.int32), starts[sampling + 1] - 1])
+        return np.concatenate([np.arange(batch.decode_tokens), starts[sampling + 1].astype(np.int64) - 1])
 
     def _prompt_logprobs(self, batch: Batch, hidden: torch.Tensor) -> list[PromptLogprobs]:
         """Score the prompt tokens that follow each position of the chunks that asked for it."""

@@ -134,8 +134,7 @@ class Traced:
 
 def _run(runner: Runner, batch: Any, widest: Any) -> None:
     batch.agreed = shape_of(widest)
-    runner._join(batch)
-    runner.sampler.plan_step(batch)
+    runner._plan_sampling(batch)
     runner._complete(batch)
     _, hidden = runner.step(batch)
     if batch.prompt_logprobs is not None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from glowplug.entrypoints.llm import LLM
 
 SHOWN_STEPS = 5  #: decode steps printed one by one
-MAX_CHUNK = 16384  #: prompt tokens a step unless the operator says otherwise
+MAX_CHUNK = 32768  #: prompt tokens a step unless the operator says otherwise
 MIN_CONTEXT = 4096  #: longest sequence the engine is made for, likewise, where the model goes so far
 COLUMNS = ("batch_size", "input_len", "prefill_ms", "prefill_tokens_per_s", "decode_median_ms", "decode_mean_ms",
            "decode_tokens_per_s", "floor_ms", "floor_share")

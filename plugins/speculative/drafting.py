@@ -60,8 +60,7 @@ def missing(batch: Batch, tokens: Tensor, page_size: int) -> Missing:
     if batch.num_decodes == batch.num_rows:
         return Missing(*_drafted(batch, tokens, page_size))
     layout = _Chunks(batch, page_size)
-    packed, pages = (part.long() for part in send([layout.packed().reshape(-1), layout.pages], tokens.device))
-    ids, positions, slots, source = packed.view(4, -1)[:, : len(layout.ids)]
+    ids, positions, slots, source, pages = send(layout.arrays(), tokens.device)
     if batch.num_decodes:
         both = zip(_drafted(batch, tokens, page_size), (ids, positions, slots, source), strict=True)
         ids, positions, slots, source = (torch.cat(parts) for parts in both)
@@ -100,16 +99,9 @@ class _Chunks:
         self.source[self.positions == begins[row]] = batch.num_tokens + np.arange(int(resumed.sum()))
         self.pages = batch.pages[first + np.flatnonzero(resumed), begins[resumed] // page_size - 1]
 
-    def packed(self) -> Ints:
-        """int32 [4, F or more]: what goes to the device as one and becomes int64 there in one launch.
-
-        NOTE: rows begin at multiples of 16 bytes then, as those of ``send`` do.
-        """
-        parts = self.ids, self.positions, self.slots, self.source
-        made = np.zeros((4, -(-len(self.ids) // 2) * 2), np.int32)
-        for row, part in zip(made, parts, strict=True):
-            row[: len(part)] = part
-        return made
+    def arrays(self) -> list[NDArray[np.int64]]:
+        """Ids, positions, slots and sources [F], then pages, for one copy to the device."""
+        return [part.astype(np.int64) for part in (self.ids, self.positions, self.slots, self.source, self.pages)]
 
 
 def front(batch: Batch, accepted: Accepted, ends: Tensor | None) -> Front:

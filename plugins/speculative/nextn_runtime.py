@@ -101,7 +101,7 @@ class NextN:
         ends = None
         if batch.num_decodes < batch.num_rows:
             places = np.flatnonzero(batch.samples[batch.num_decodes :]) + batch.num_decodes
-            ends = send([places], self._device)[0].long()
+            ends = send([places.astype(np.int64)], self._device)[0]
         accepted = verify_chain(logits, batch, self._width, ends, sampler)
         self._keep_page_ends(batch, hidden)
         self._remember(batch, front(batch, accepted, ends), hidden)

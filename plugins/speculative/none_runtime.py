@@ -47,7 +47,7 @@ class NoSpeculation:
 
     def _accept_some(self, logits: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
         """Some prefill rows end short of their prompt's end: they have no logits and get count 0."""
-        where = send([np.flatnonzero(batch.samples)], self._device)[0].long()
+        where = send([np.flatnonzero(batch.samples).astype(np.int64)], self._device)[0]
         rows = batch.row_ids[where]
         sampled = sampler.sample(logits, rows, batch.kv_lens_device[where].long())
         self._last[rows] = sampled.tokens[:, None]

@@ -23,9 +23,26 @@ def test_parts_arrive_and_begin_at_whole_words(lengths: list[int]) -> None:
 
     found = sent(parts, memory, CPU)
     assert [tensor.tolist() for tensor in found] == [part.tolist() for part in parts]
-    assert [tensor.tolist() for tensor in send(parts, CPU)] == [part.tolist() for part in parts]
-    assert all(tensor.dtype is torch.int32 and tensor.storage_offset() % 4 == 0 for tensor in found)
-    assert len(made[0]) == sum(-(-length // 4) * 4 for length in lengths)
+    copied = send(parts, CPU)
+    assert [tensor.tolist() for tensor in copied] == [part.tolist() for part in parts]
+    for tensor, other, part in zip(found, copied, parts, strict=True):
+        assert tensor.dtype is other.dtype is (torch.int64 if part.dtype == np.int64 else torch.int32)
+        assert tensor.storage_offset() * tensor.itemsize % 16 == 0
+    assert len(made[0]) == sum(-(-length * part.itemsize // 16) * 4 for length, part in zip(lengths, parts))
+
+
+def test_a_part_is_a_copy_of_its_own() -> None:
+    """Hosts go on with theirs while the device reads."""
+    part = np.arange(5)
+    found, = send([part], CPU)
+    part += 1
+    assert found.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_numbers_beyond_32_bits_arrive() -> None:
+    part = np.array([1 << 40, -(1 << 35)])
+    found, = sent([part], lambda size: torch.zeros(size, dtype=torch.int32), CPU)
+    assert found.tolist() == part.tolist()
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, FEW, FEW + 1])
