@@ -128,7 +128,7 @@ def test_what_the_operator_says_stays() -> None:
     config = static_config({"scheduler": {"chunk_size": 7}, "context_length": 99}, [(4, 8192, 5), (1, 10, 20)], 9000)
     assert config["scheduler"] == {"max_running_requests": 4, "chunk_size": 7, "mixed": False}
     assert config["context_length"] == 99
-    assert static_config({}, [(4, 8192, 5)], 9000)["scheduler"]["chunk_size"] == 16384
+    assert static_config({}, [(8, 8192, 5)], 9000)["scheduler"]["chunk_size"] == 32768
     lengths = [static_config({}, [(2, length, 5)], 9000)["context_length"] for length in (8, 8192, 10000)]
     assert lengths == [4096, 8197, 9000]
     assert "mixed" not in static_config({"scheduler": {"use": "another"}}, [(1, 1, 1)], 9)["scheduler"]
