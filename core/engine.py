@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence as Seq
 from typing import Any
 
-import numpy as np
-
 from glowplug.core.batch import Batch, idle_batch, shape_of
 from glowplug.core.errors import RequestError
 from glowplug.core.messages import (
@@ -152,7 +150,7 @@ class Engine:
 
     def _submit(self, message: Submit) -> StepOutput | None:
         sequence = Sequence(
-            id=message.id, prompt=np.asarray(message.prompt, np.int32), params=message.params,
+            id=message.id, prompt=message.prompt_ids, params=message.params,
             priority=message.priority, salt=message.salt, arrival=self.clock(),
             stop_ids=frozenset(message.stop_ids), timeout=message.timeout, queue_timeout=message.queue_timeout,
         )

@@ -4,11 +4,13 @@ Front to engine: a list of :data:`Inbound`. Engine to front: a list of :data:`Ou
 """
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence as Seq
 from copy import copy
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from glowplug.core.request import SamplingParams
 
@@ -17,13 +19,18 @@ class Submit(msgspec.Struct, tag="s", array_like=True):
     """A new sequence. ``params.n`` is 1; ``max_tokens`` and ``seed`` are filled in by the front."""
 
     id: int
-    prompt: list[int]
+    prompt: bytes  #: token ids as :func:`packed_ids` has them
     params: SamplingParams
     priority: int = 0
     salt: str = ""
     stop_ids: list[int] = []
     timeout: float = 0.0  #: seconds from receipt after which it ends with reason "timeout"; 0: none
     queue_timeout: float = 0.0  #: seconds it may wait in the queue; 0: none
+
+    @property
+    def prompt_ids(self) -> NDArray[np.int32]:
+        """Its prompt, unpacked."""
+        return np.frombuffer(self.prompt, np.int32).copy()
 
 
 class Abort(msgspec.Struct, tag="a", array_like=True):
@@ -191,6 +198,11 @@ _encoder = msgspec.msgpack.Encoder()
 _inbound = msgspec.msgpack.Decoder(list[Inbound])
 _outbound = msgspec.msgpack.Decoder(list[Outbound])
 _turn = msgspec.msgpack.Decoder(Turn)
+
+
+def packed_ids(ids: Seq[int] | NDArray[Any]) -> bytes:
+    """int32, one behind the other: read at once, however many they are."""
+    return np.asarray(ids, np.int32).tobytes()
 
 
 def encode(messages: list[Any]) -> bytes:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from glowplug.core.errors import RequestError
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024
+MAX_STOP_TOKENS = 256
 MAX_N = 128
 MAX_LOGPROBS = 20
 
@@ -47,65 +49,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
+        """NOTE: a field that still holds its default's very object is right, and most fields of most requests do."""
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", [self.stop])
-        self._check_types()
-        _between("n", self.n, 1, MAX_N)
-        if self.max_tokens is not None:
-            _between("max_tokens", self.max_tokens, 1, 1 << 31)
-        _between("min_tokens", self.min_tokens, 0, self.max_tokens if self.max_tokens is not None else 1 << 31)
-        _between("temperature", self.temperature, 0.0, 100.0)
-        _between("top_p", self.top_p, 0.0, 1.0)
-        if self.top_p == 0.0:
-            raise RequestError(f"top_p must be in (0, 1], got {self.top_p}", param="top_p")
-        _between("top_k", self.top_k, -1, 1 << 31)
-        _between("min_p", self.min_p, 0.0, 1.0)
-        _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _between("repetition_penalty", self.repetition_penalty, 0.0, 100.0)
-        if self.repetition_penalty == 0.0:
-            raise RequestError(
-                f"repetition_penalty must be in (0, 100], got {self.repetition_penalty}", param="repetition_penalty")
-        for token, bias in (self.logit_bias or {}).items():
-            _between("logit_bias", bias, -100.0, 100.0)
-            _between("logit_bias", token, 0, 1 << 31)
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise RequestError("allowed_token_ids must not be empty", param="allowed_token_ids")
-        if self.seed is not None:
-            _between("seed", self.seed, -(1 << 63), (1 << 64) - 1)
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise RequestError(f"at most {MAX_STOP_STRINGS} stop strings, got {len(self.stop)}", param="stop")
-        for text in self.stop:
-            if not text:
-                raise RequestError("a stop string must not be empty", param="stop")
-            if len(text.encode("utf-8", "surrogatepass")) > MAX_STOP_BYTES:
-                raise RequestError(f"a stop string must be at most {MAX_STOP_BYTES} bytes", param="stop")
-        if len(self.stop_token_ids) > 256:
-            raise RequestError("at most 256 stop_token_ids", param="stop_token_ids")
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None:
-                _between(name, value, 0, MAX_LOGPROBS)
-
-    def _check_types(self) -> None:
-        """What another process would not accept must not be sent to it. NumPy's floats become plain ones."""
-        for name in _NUMBERS:
-            value = getattr(self, name)
-            if isinstance(value, float) and type(value) is not float:
-                msgspec.structs.force_setattr(self, name, float(value))
-        for name in _WHOLE:
-            value = getattr(self, name)
-            if value is not None and type(value) is not int:
-                raise RequestError(f"{name} must be a whole number, got {value!r}", param=name)
-        for name in _SWITCHES:
-            if type(getattr(self, name)) is not bool:
-                raise RequestError(f"{name} must be true or false, got {getattr(self, name)!r}", param=name)
-        _list_of("stop", self.stop, str)
-        _list_of("stop_token_ids", self.stop_token_ids, int)
-        _list_of("allowed_token_ids", self.allowed_token_ids or [], int)
-        if not isinstance(self.logit_bias or {}, dict):
-            raise RequestError("logit_bias must map token ids to numbers", param="logit_bias")
-        _list_of("logit_bias", list(self.logit_bias or ()), int)
+        for name, default in _DEFAULTS:
+            if getattr(self, name) is not default:
+                _CHECKS[name](self, name)
+        if self.min_tokens and self.max_tokens is not None:
+            _between("min_tokens", self.min_tokens, 0, self.max_tokens)
 
     @property
     def greedy(self) -> bool:
@@ -115,9 +66,70 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return msgspec.structs.replace(self, **changes)
 
 
-_WHOLE = ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs")
-_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-_SWITCHES = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
+def _whole(low: int, high: int, optional: bool = False) -> _Check:
+    def check(params: SamplingParams, name: str) -> None:
+        value = getattr(params, name)
+        if optional and value is None:
+            return
+        if type(value) is not int:
+            raise RequestError(f"{name} must be a whole number, got {value!r}", param=name)
+        _between(name, value, low, high)
+
+    return check
+
+
+def _number(low: float, high: float, above: bool = False) -> _Check:
+    """``above``: ``low`` itself is refused."""
+    def check(params: SamplingParams, name: str) -> None:
+        value = getattr(params, name)
+        if isinstance(value, float) and type(value) is not float:  # NumPy's, which another process would not accept
+            msgspec.structs.force_setattr(params, name, value := float(value))
+        _between(name, value, low, high)
+        if above and value == low:
+            raise RequestError(f"{name} must be in ({low:g}, {high:g}], got {value}", param=name)
+
+    return check
+
+
+def _switch(params: SamplingParams, name: str) -> None:
+    if type(getattr(params, name)) is not bool:
+        raise RequestError(f"{name} must be true or false, got {getattr(params, name)!r}", param=name)
+
+
+def _stop(params: SamplingParams, name: str) -> None:
+    _list_of(name, params.stop, str)
+    if len(params.stop) > MAX_STOP_STRINGS:
+        raise RequestError(f"at most {MAX_STOP_STRINGS} stop strings, got {len(params.stop)}", param=name)
+    for text in params.stop:
+        if not text:
+            raise RequestError("a stop string must not be empty", param=name)
+        if len(text.encode("utf-8", "surrogatepass")) > MAX_STOP_BYTES:
+            raise RequestError(f"a stop string must be at most {MAX_STOP_BYTES} bytes", param=name)
+
+
+def _stop_token_ids(params: SamplingParams, name: str) -> None:
+    _list_of(name, params.stop_token_ids, int)
+    if len(params.stop_token_ids) > MAX_STOP_TOKENS:
+        raise RequestError(f"at most {MAX_STOP_TOKENS} stop_token_ids", param=name)
+
+
+def _allowed_token_ids(params: SamplingParams, name: str) -> None:
+    if params.allowed_token_ids is None:
+        return
+    _list_of(name, params.allowed_token_ids, int)
+    if not params.allowed_token_ids:
+        raise RequestError("allowed_token_ids must not be empty", param=name)
+
+
+def _logit_bias(params: SamplingParams, name: str) -> None:
+    if params.logit_bias is None:
+        return
+    if not isinstance(params.logit_bias, dict):
+        raise RequestError("logit_bias must map token ids to numbers", param=name)
+    _list_of(name, list(params.logit_bias), int)
+    for token, bias in params.logit_bias.items():
+        _between(name, bias, -100.0, 100.0)
+        _between(name, token, 0, 1 << 31)
 
 
 def _list_of(name: str, values: list[Any], kind: type) -> None:
@@ -129,6 +141,19 @@ def _list_of(name: str, values: list[Any], kind: type) -> None:
 def _between(name: str, value: float, low: float, high: float) -> None:
     if not (type(value) in (int, float) and math.isfinite(value) and low <= value <= high):
         raise RequestError(f"{name} must be between {low} and {high}, got {value!r}", param=name)
+
+
+_Check = Callable[[SamplingParams, str], None]
+_CHECKS: dict[str, _Check] = {
+    "n": _whole(1, MAX_N), "max_tokens": _whole(1, 1 << 31, optional=True), "min_tokens": _whole(0, 1 << 31),
+    "temperature": _number(0.0, 100.0), "top_p": _number(0.0, 1.0, above=True), "top_k": _whole(-1, 1 << 31),
+    "min_p": _number(0.0, 1.0), "presence_penalty": _number(-2.0, 2.0), "frequency_penalty": _number(-2.0, 2.0),
+    "repetition_penalty": _number(0.0, 100.0, above=True), "logit_bias": _logit_bias,
+    "allowed_token_ids": _allowed_token_ids, "seed": _whole(-(1 << 63), (1 << 64) - 1, optional=True), "stop": _stop,
+    "stop_token_ids": _stop_token_ids, "ignore_eos": _switch, "logprobs": _whole(0, MAX_LOGPROBS, optional=True),
+    "prompt_logprobs": _whole(0, MAX_LOGPROBS, optional=True), "skip_special_tokens": _switch,
+    "include_stop_str_in_output": _switch}
+_DEFAULTS = tuple((field.name, field.default) for field in msgspec.structs.fields(SamplingParams))
 
 
 @dataclass(eq=False)

@@ -8,6 +8,9 @@ import random
 import time
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from glowplug.core.errors import RequestError
 from glowplug.core.messages import (
     Abort,
@@ -20,6 +23,7 @@ from glowplug.core.messages import (
     Stats,
     StepOutput,
     Submit,
+    packed_ids,
     total,
 )
 from glowplug.core.output import OutputProcessor
@@ -75,31 +79,39 @@ class Front:
     def submit(self, prompt: list[int], params: SamplingParams, *, priority: int = 0, salt: str = "",
                timeout: float = 0.0, queue_timeout: float = 0.0) -> tuple[Stream, Submit]:
         """A new sequence (``params.n`` is ignored: one call, one sequence). RequestError when it cannot be served."""
-        params = self.check_request(prompt, params)
+        ids, params = self._checked(prompt, params)
         text = OutputProcessor(self.tokenizer, params) if self.tokenizer is not None else None
         stream = Stream(self._next_id, params, len(prompt), text, time.monotonic())
         self._next_id += 1
         self.streams[stream.id] = stream
         stop_ids = list(params.stop_token_ids) + ([] if params.ignore_eos else list(self.eos_ids))
-        return stream, Submit(stream.id, prompt, params, priority, salt, stop_ids, timeout, queue_timeout)
+        return stream, Submit(stream.id, packed_ids(ids), params, priority, salt, stop_ids, timeout, queue_timeout)
 
     def check_request(self, prompt: list[int], params: SamplingParams) -> SamplingParams:
         """The parameters with ``max_tokens`` and ``seed`` filled in. RequestError when it cannot be served."""
-        self.check_ids(prompt)
+        return self._checked(prompt, params)[1]
+
+    def _checked(self, prompt: list[int], params: SamplingParams) -> tuple[NDArray[np.int64], SamplingParams]:
+        ids = self._ids(prompt)
         if self.tokenizer is None and params.stop:
             raise RequestError("stop strings need a tokenizer, and this engine runs without one", param="stop")
-        return self._filled(params, len(prompt))
+        return ids, self._filled(params, len(prompt))
 
-    def check_ids(self, prompt: list[int]) -> None:
+    def _ids(self, prompt: list[int]) -> NDArray[np.int64]:
         """RequestError for an empty prompt or an id outside the model's vocabulary."""
         if not prompt:
             raise RequestError("the prompt is empty", param="prompt")
         vocab = self.plan.facts.model.vocab_size
-        low, high = min(prompt), max(prompt)
+        try:
+            ids = np.asarray(prompt, np.int64)
+            low, high = int(ids.min()), int(ids.max())
+        except OverflowError:
+            low, high = min(prompt), max(prompt)
         if low < 0 or high >= vocab:
             wrong = low if low < 0 else high
             raise RequestError(f"token id {wrong} is outside the model's vocabulary of {vocab}", param="prompt",
                                code="invalid_token_id")
+        return ids
 
     def _filled(self, params: SamplingParams, prompt: int) -> SamplingParams:
         context = self.plan.sizes.context_length

@@ -27,6 +27,8 @@ def prompt(given: Any) -> str | list[int]:
     if isinstance(given, str):
         return given
     ids = _listed(given, "a prompt")
+    if set(map(type, ids)) == {int}:  # as prompts are, and found out without a step of Python for each
+        return ids
     if any(isinstance(token, bool) for token in ids):
         raise RequestError("a prompt is a text or a list of token ids, got a list with a boolean", param="prompt")
     try:

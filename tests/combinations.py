@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from glowplug.core.errors import PlanRefused
-from glowplug.core.messages import Abort, Submit
+from glowplug.core.messages import Abort, Submit, packed_ids
 from glowplug.core.plugins import PluginSet, load_plugins
 from glowplug.core.request import SamplingParams
 from glowplug.core.testing.drive import Collected
@@ -131,7 +131,7 @@ def requests() -> Iterator[tuple[int, Submit]]:
             params |= {"frequency_penalty": 0.8, "repetition_penalty": 1.2}
         turn = 0 if i < 8 else 3 * (i - 6)
         stops = list(range(2, 14)) if i % 3 == 0 else []
-        yield turn, Submit(i + 1, prompt, SamplingParams(max_tokens=most, seed=i, **params), stop_ids=stops)
+        yield turn, Submit(i + 1, packed_ids(prompt), SamplingParams(max_tokens=most, seed=i, **params), stop_ids=stops)
 
 
 def drive(ranks: RankSet) -> dict[int, Collected]:

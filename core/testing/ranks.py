@@ -21,7 +21,7 @@ import torch
 
 from glowplug.core.engine import Engine
 from glowplug.core.errors import CollectiveError
-from glowplug.core.messages import Control, Inbound, Outbound, Reply, Stats, StepOutput, Submit, encode
+from glowplug.core.messages import Control, Inbound, Outbound, Reply, Stats, StepOutput, Submit, encode, packed_ids
 from glowplug.core.plan import EnginePlan
 from glowplug.core.plugins import PluginSet, load_plugins, load_plugins_for
 from glowplug.core.request import SamplingParams
@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 def submit(id: int, prompt: Seq[int], max_tokens: int = 8, **more: Any) -> Submit:
     """A greedy request that runs to ``max_tokens``; ``more`` are sampling parameters."""
     params = {"temperature": 0.0, "ignore_eos": True, "seed": id, **more}
-    return Submit(id, list(prompt), SamplingParams(max_tokens=max_tokens, **params))
+    return Submit(id, packed_ids(prompt), SamplingParams(max_tokens=max_tokens, **params))
 
 
 def rank_plan(config: Mapping[str, Any], plugins: PluginSet | None = None) -> EnginePlan:

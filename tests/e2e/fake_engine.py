@@ -180,7 +180,7 @@ class FakeExecutor:
         self.priorities.append(submit.priority)
         self.salts.append(submit.salt)
         self.params.append(submit.params)
-        prompt = bytes(token for token in submit.prompt if token < 256).decode("utf-8", "replace")
+        prompt = bytes(token for token in submit.prompt_ids.tolist() if token < 256).decode("utf-8", "replace")
         text = prompt.rpartition("say:")[2] if "say:" in prompt else TEXT
         tokens = [*text.encode(), EOS] if not submit.params.ignore_eos else list(text.encode()) * 4096
         now = time.monotonic()
@@ -193,7 +193,7 @@ class FakeExecutor:
         while self.waiting and len(self.running) < self.rows:
             id, sequence = next(iter(self.waiting.items()))
             self.running[id] = self.waiting.pop(id)
-            cached = len(sequence.submit.prompt) // 16 * 16 if sequence.submit.salt == "warm" else 0
+            cached = len(sequence.submit.prompt_ids) // 16 * 16 if sequence.submit.salt == "warm" else 0
             output.admitted.append(Admitted(id, time.monotonic() - sequence.queued_at, cached))
         for id, sequence in list(self.running.items()):
             self._advance(id, sequence, output)
@@ -213,7 +213,7 @@ class FakeExecutor:
             return
         token = sequence.tokens[sequence.at]
         if sequence.at == 0 and params.prompt_logprobs is not None:
-            output.prompt_logprobs.append((id, scores(sequence.submit.prompt[1:], params.prompt_logprobs)))
+            output.prompt_logprobs.append((id, scores(sequence.submit.prompt_ids[1:].tolist(), params.prompt_logprobs)))
         sequence.at += 1
         output.ids.append(id)
         output.tokens.append(token)
@@ -232,7 +232,7 @@ class FakeExecutor:
         return finished
 
     def _load(self) -> Stats:
-        used = sum(len(one.submit.prompt) // 16 + 1 for one in self.running.values())
+        used = sum(len(one.submit.prompt_ids) // 16 + 1 for one in self.running.values())
         self.stats.running, self.stats.waiting = len(self.running), len(self.waiting)
         self.stats.pages_free = self.stats.pages_total - used
         return self.stats

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from glowplug import LLM
-from glowplug.core.messages import Abort, Submit
+from glowplug.core.messages import Abort, Submit, packed_ids
 from glowplug.core.request import SamplingParams
 from glowplug.core.testing.ranks import RankSet, rank_plan, submit
 from tests.combinations import VOCAB, Combination, drive, plugins, reference
@@ -104,8 +104,8 @@ def test_every_page_comes_back(folder: Path, one: Combination, monkeypatch: pyte
     """After preemption and an abort (``drive``), refusals, deadlines, and rows whose logits are NaN."""
     with RankSet(rank_plan(one.config(folder), plugins()), plugins()) as ranks:
         drive(ranks)
-        ranks.run([submit(100, [5] * 200, 4), Submit(101, [6, 7], SamplingParams(max_tokens=40), timeout=1e-4),
-                   submit(102, [8] * 5, 30)])
+        late = Submit(101, packed_ids([6, 7]), SamplingParams(max_tokens=40), timeout=1e-4)
+        ranks.run([submit(100, [5] * 200, 4), late, submit(102, [8] * 5, 30)])
         spoilt = spoil(ranks, monkeypatch)
         ranks.turn([submit(200 + i, prompt, 30) for i, prompt in enumerate(prompts(8))])
         for _ in range(4):

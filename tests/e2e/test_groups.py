@@ -320,7 +320,7 @@ def test_processes_report_group_by_group(tmp_path: Path, alone: dict[int, Any]) 
     asked = mix()[:4]
     executor = {"use": "multiprocess", "threads": 1, "oversubscribe": True}
     with LLM(**config(tmp_path, 2, 2, executor=executor)) as llm:
-        done = llm.generate([one.prompt for one in asked], [one.params for one in asked])
+        done = llm.generate([one.prompt_ids for one in asked], [one.params for one in asked])
         assert [one.token_ids for one in done] == [alone[one.id][0] for one in asked]
         assert llm.stats.finished == 4 and llm.stats.running == 0 and llm.stats.pages_total == 2 * 128
         pages = llm.control("check")["ranks"]

@@ -12,7 +12,7 @@ import pytest
 from glowplug import LLM, SamplingParams
 from glowplug.core.batch import Batch, StepShape
 from glowplug.core.engine import Engine
-from glowplug.core.messages import Finished, Outbound, StepOutput, Submit, encode
+from glowplug.core.messages import Finished, Outbound, StepOutput, Submit, encode, packed_ids
 from glowplug.core.offers import Mode
 from glowplug.core.parallel_stack import ParallelStack
 from glowplug.core.plan import EnginePlan
@@ -55,7 +55,7 @@ def built(plan: EnginePlan, plugins: PluginSet) -> Engine:
 
 def submit(id: int, prompt: list[int], max_tokens: int = 8, **more: Any) -> bytes:
     params = Params(temperature=0.8, seed=id, max_tokens=max_tokens, ignore_eos=True)
-    return encode([Submit(id, prompt, params, **more)])
+    return encode([Submit(id, packed_ids(prompt), params, **more)])
 
 
 def told(outputs: list[Outbound] | None) -> list[Any]:
