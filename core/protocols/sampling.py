@@ -43,7 +43,10 @@ class Sampler(Protocol):
 
     def leave(self, row: int) -> None: ...
 
-    def plan_step(self, batch: Batch) -> None: ...
+    def plan_step(self, batch: Batch) -> None:
+        """Host-side preparation, behind every ``leave`` and ``join`` of the step and before its first ``sample``. The
+        model's pass may be under way already."""
+        ...
 
     def capture_key(self) -> str | None:
         """What ``sample`` and ``observe`` do in the step just planned, in a word: a step with the same word and shapes
