@@ -123,7 +123,7 @@ def test_lines_of_tiny_models(name: str, steps: int, tmp_path: Path) -> None:
         rng = np.random.default_rng(0)
         llm.generate([rng.integers(2, VOCAB, 50).tolist() for _ in range(300)], EVERYTHING)
         checked(f"{name}+{steps}", llm, alone, 0.5, before)
-    assert torch.cuda.memory_reserved() <= (1 + len(STARTED)) * SMALL, "what an engine held goes with it"
+    assert torch.cuda.memory_reserved() <= (2 + len(STARTED)) * SMALL, "what an engine held goes with it"
 
 
 @pytest.mark.parametrize(("name", "layers"), [("deepseek-v2-lite", 4), ("deepseek-v3", 5)])
