@@ -42,7 +42,7 @@ def send(parts: Seq[NDArray[Any]], device: torch.device) -> tuple[Tensor, ...]:
     middle of serving where it depends on the lengths of a step.
     """
     if device.type == "cpu":
-        return tuple(torch.from_numpy(part.astype(np.int64 if _words(part) == 2 else np.int32)) for part in parts)
+        return tuple(torch.from_numpy(part.astype(np.int64 if words(part) == 2 else np.int32)) for part in parts)
     return sent(parts, lambda size: torch.empty(size, dtype=torch.int32, pin_memory=True), device)
 
 
@@ -53,19 +53,19 @@ def sent(parts: Seq[NDArray[Any]], pinned: Callable[[int], Tensor], device: torc
     """
     starts = [0]
     for part in parts:
-        starts.append(starts[-1] - -len(part) * _words(part) // ALIGNED * ALIGNED)
+        starts.append(starts[-1] - -len(part) * words(part) // ALIGNED * ALIGNED)
     packed = pinned(starts[-1])
-    words = packed.numpy()
+    memory = packed.numpy()
     for part, start in zip(parts, starts):
-        room = words[start : start + len(part) * _words(part)]
-        (room.view(np.int64) if _words(part) == 2 else room)[:] = part
+        room = memory[start : start + len(part) * words(part)]
+        (room.view(np.int64) if words(part) == 2 else room)[:] = part
     on_device, found = packed.to(device, non_blocking=True), []
     for part, start in zip(parts, starts):
-        there = on_device[start : start + len(part) * _words(part)]
-        found.append(there.view(torch.int64) if _words(part) == 2 else there)
+        there = on_device[start : start + len(part) * words(part)]
+        found.append(there.view(torch.int64) if words(part) == 2 else there)
     return tuple(found)
 
 
-def _words(part: NDArray[Any]) -> int:
+def words(part: NDArray[Any]) -> int:
     """Of four bytes, that a number takes on the device."""
     return 2 if part.dtype == np.int64 else 1

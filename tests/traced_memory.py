@@ -209,9 +209,11 @@ def fake_card() -> Iterator[Tally]:
     from_numpy, original = torch.from_numpy, placement.send
 
     def sent(parts: Any, device: Any) -> tuple[Any, ...]:
-        sizes = [-(-len(part) // placement.ALIGNED) * placement.ALIGNED for part in parts]
-        whole = torch.empty(sum(sizes), dtype=torch.int32, device="cuda")
-        return tuple(piece[: len(part)] for piece, part in zip(whole.split(sizes), parts, strict=True))
+        words = [len(part) * placement.words(part) for part in parts]
+        sizes = [-(-size // placement.ALIGNED) * placement.ALIGNED for size in words]
+        pieces = torch.empty(sum(sizes), dtype=torch.int32, device="cuda").split(sizes)
+        return tuple(piece[:size].view(torch.int64 if placement.words(part) == 2 else torch.int32)
+                     for piece, size, part in zip(pieces, words, parts, strict=True))
 
     with ExitStack() as stack:
         patch = lambda where, name, value: stack.enter_context(mock.patch.object(where, name, value))  # noqa: E731

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.triton import dependent
+from glowplug.kernels.triton.launch import cdiv
 from glowplug.kernels.triton.rows import rows_of
 
 BLOCK = 1024  #: elements a program
@@ -30,6 +31,6 @@ def silu_and_mul(x: Tensor) -> Tensor:
     rows, size = flat.shape[0], x.shape[-1] // 2
     out = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
     if rows:
-        _silu_and_mul[(rows, triton.cdiv(size, BLOCK))](flat, out, flat.stride(0), size, BLOCK=BLOCK,
+        _silu_and_mul[(rows, cdiv(size, BLOCK))](flat, out, flat.stride(0), size, BLOCK=BLOCK,
                                                             **dependent.options())
     return out

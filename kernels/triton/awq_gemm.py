@@ -16,6 +16,7 @@ from torch import Tensor
 
 from glowplug.kernels.triton import dependent, tuned
 from glowplug.kernels.triton.h200 import MULTIPROCESSORS
+from glowplug.kernels.triton.launch import cdiv, next_power_of_2
 from glowplug.kernels.triton.split_k import splits_for, sum_parts
 from glowplug.kernels.triton.tuned import Config
 
@@ -171,8 +172,8 @@ def rule(rows: int, columns: int, depth: int) -> Config:
     """A configuration for a problem that nobody has tuned: enough programs to read the weight with every core."""
     few = rows <= 64
     least = 32 if columns * depth >= LARGE else 16
-    block_m, block_n = (max(least, triton.next_power_of_2(rows)), 64) if few else (64 if rows <= 256 else 128, 128)
-    tiles = triton.cdiv(rows, block_m) * triton.cdiv(columns, block_n)
+    block_m, block_n = (max(least, next_power_of_2(rows)), 64) if few else (64 if rows <= 256 else 128, 128)
+    tiles = cdiv(rows, block_m) * cdiv(columns, block_n)
     split = splits_for(tiles, depth, 2 * MULTIPROCESSORS if few else MULTIPROCESSORS)
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "SPLIT_K": split, "num_warps": 4 if few else 8,
             "STAGES": 4 if few else 3}
@@ -197,7 +198,7 @@ def gemm(x: Tensor, packed: Tensor, factors: Tensor, group: int, bias: Tensor | 
     chosen: dict[str, Any] = dict(config or config_for(rows, columns, depth))
     split = chosen.pop("SPLIT_K")
     into = out if split == 1 else torch.empty(split, rows, columns, dtype=torch.float32, device=x.device)
-    _gemm[(triton.cdiv(rows, chosen["BLOCK_M"]) * triton.cdiv(columns, chosen["BLOCK_N"]), split)](
+    _gemm[(cdiv(rows, chosen["BLOCK_M"]) * cdiv(columns, chosen["BLOCK_N"]), split)](
         x, packed, factors, factors if bias is None else bias, into, rows, columns, depth, x.stride(0),
         GROUP=group, EVEN=depth % 128 == 0, EVEN_N=columns % chosen["BLOCK_N"] == 0, BIAS=bias is not None, **chosen,
         **dependent.options())
@@ -210,6 +211,6 @@ def dequantize(packed: Tensor, factors: Tensor, depth: int, group: int, dtype: t
     """[N, depth] in ``dtype``, which ``factors`` were made for."""
     blocks, columns, _ = packed.shape
     out = torch.empty(columns, depth, dtype=dtype, device=packed.device)
-    _dequantize[(triton.cdiv(columns, 64), blocks)](packed, factors, out, columns, depth, GROUP=group, BLOCK_N=64,
+    _dequantize[(cdiv(columns, 64), blocks)](packed, factors, out, columns, depth, GROUP=group, BLOCK_N=64,
                                                     num_warps=4, **dependent.options())
     return out

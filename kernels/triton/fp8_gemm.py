@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from glowplug.kernels.triton import dependent, skinny_gemm_fp8, tuned
 from glowplug.kernels.triton.h200 import MULTIPROCESSORS
+from glowplug.kernels.triton.launch import cdiv, next_power_of_2
 from glowplug.kernels.triton.split_k import splits_for, sum_parts
 from glowplug.kernels.triton.tuned import Config
 
@@ -124,7 +125,7 @@ def rule(rows: int, columns: int, depth: int) -> Config:
     if rows > 64:
         return {"BLOCK_M": 128, "BLOCK_N": 128, "SPLIT_K": 1, "SWAP": False, "TMA": False, "num_warps": 8,
                 "num_stages": 4}
-    block_m = max(16, triton.next_power_of_2(rows))
+    block_m = max(16, next_power_of_2(rows))
     split = splits_for(columns // 64, depth, MULTIPROCESSORS)
     return {"BLOCK_M": block_m, "BLOCK_N": 64, "SPLIT_K": split, "SWAP": True, "TMA": False, "num_warps": 4,
             "num_stages": 5}
@@ -163,7 +164,7 @@ def gemm(x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: t
         else weight
     out = torch.empty(rows, columns, dtype=dtype, device=x.device)
     into = out if split == 1 else torch.empty(split, rows, columns, dtype=torch.float32, device=x.device)
-    grid = (triton.cdiv(rows, chosen["BLOCK_M"]) * triton.cdiv(columns, block_n), split)
+    grid = (cdiv(rows, chosen["BLOCK_M"]) * cdiv(columns, block_n), split)
     _gemm[grid](x, x_scales, held, weight, w_scales, into, rows, columns, depth, x.stride(0), x_scales.stride(1),
                 w_scales.stride(0), columns, ROW_SCALES=row_scales, EVEN=depth % BLOCK == 0, **chosen,
                 **dependent.options())

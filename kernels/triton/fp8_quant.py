@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.triton import dependent
+from glowplug.kernels.triton.launch import cdiv, next_power_of_2
 from glowplug.kernels.triton.rows import rows_of
 
 GROUP = 128
@@ -98,7 +99,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     values, scales = empty_quantized(rows, size, x.device)
     if rows:
         groups = CHUNK if rows < MANY else CHUNK_OF_MANY
-        _quantize[(rows, triton.cdiv(scales.shape[1], groups))](
+        _quantize[(rows, cdiv(scales.shape[1], groups))](
             x, values, scales, x.stride(0), size, scales.stride(1), GROUPS=groups, num_warps=4, **dependent.options())
     return values, scales
 
@@ -110,7 +111,7 @@ def silu_and_mul(x: Tensor) -> tuple[Tensor, Tensor]:
     values, scales = empty_quantized(rows, size, x.device)
     if rows:
         groups = CHUNK if rows < MANY else CHUNK_OF_MANY
-        _silu_and_mul[(rows, triton.cdiv(scales.shape[1], groups))](
+        _silu_and_mul[(rows, cdiv(scales.shape[1], groups))](
             x, values, scales, x.stride(0), size, scales.stride(1), GROUPS=groups, num_warps=4, **dependent.options())
     return values, scales
 
@@ -121,8 +122,8 @@ def silu_and_mul_pairs(x: Tensor, pairs: Tensor, filled: Tensor, total_pairs: in
     x = rows_of(x)
     rows, size = x.shape[0], x.shape[1] // 2
     values, scales = empty_quantized(rows, size, x.device)
-    groups = min(CHUNK_OF_MANY, triton.next_power_of_2(scales.shape[1]))
-    _silu_and_mul_pairs[(rows // ROWS, triton.cdiv(scales.shape[1], groups))](
+    groups = min(CHUNK_OF_MANY, next_power_of_2(scales.shape[1]))
+    _silu_and_mul_pairs[(rows // ROWS, cdiv(scales.shape[1], groups))](
         x, pairs, filled, values, scales, total_pairs, x.stride(0), size, scales.stride(1), ROWS=ROWS, GROUPS=groups,
         num_warps=4, **dependent.options())
     return values, scales

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from glowplug.kernels.triton import fp8_gemm, fp8_quant, skinny_gemm_fp8
 from glowplug.kernels.triton.fp8_gemm import BLOCK
 from glowplug.kernels.triton.fp8_tuning_run import Log, Table, TuningRun, check_refusal, fitting_tiles, key, without
 from glowplug.kernels.triton.h200 import MULTIPROCESSORS
+from glowplug.kernels.triton.launch import cdiv, next_power_of_2
 from glowplug.kernels.triton.moe_tuning import microseconds
 from glowplug.kernels.triton.tuned import Config
 
@@ -28,7 +28,7 @@ COLD = 400 << 20  #: bytes of weights to go through in turn
 
 def _gemm_tiles(rows: int) -> list[dict[str, Any]]:
     if rows <= 64:
-        block = max(16, triton.next_power_of_2(rows))
+        block = max(16, next_power_of_2(rows))
         return [{"BLOCK_M": block, **tile} for tile in fitting_tiles(True, block, (64, 128), (4, 8), (3, 4, 6))]
     return [{"BLOCK_M": block, **tile} for block in (64, 128) for swap in ((False, True) if rows <= 256 else (False,))
             for tile in fitting_tiles(swap, block, (128,) if rows > 256 else (64, 128), (4, 8), (3, 4))]
@@ -39,7 +39,7 @@ def gemm_candidates(rows: int, columns: int, depth: int) -> list[Config]:
     """
     found: list[Config] = held_candidates(depth) if rows == 1 else []
     for tile in _gemm_tiles(rows):
-        tiles = triton.cdiv(rows, tile["BLOCK_M"]) * triton.cdiv(columns, tile["BLOCK_N"])
+        tiles = cdiv(rows, tile["BLOCK_M"]) * cdiv(columns, tile["BLOCK_N"])
         found += [{**tile, "SPLIT_K": split} for split in range(1, 9)
                   if split == 1 or (depth // BLOCK // split >= 4 and tiles * split <= 4 * MULTIPROCESSORS)]
     return found
@@ -49,7 +49,7 @@ def held_candidates(depth: int) -> list[Config]:
     """``skinny_gemm_fp8``'s, of whose numbers in registers at most a quarter is behind the depth."""
     found: list[Config] = []
     for rows, splits, warps in product(HELD, PARTS, (4, 8)):
-        groups, parts = skinny_gemm_fp8.groups_of(depth, splits), triton.cdiv(depth, BLOCK) / splits
+        groups, parts = skinny_gemm_fp8.groups_of(depth, splits), cdiv(depth, BLOCK) / splits
         held = rows * groups * BLOCK // (32 * warps)
         if skinny_gemm_fp8.FEWEST <= held <= skinny_gemm_fp8.MOST and 4 * parts >= 3 * groups >= 12:
             found.append({"HELD": rows, "SPLIT_K": splits, "num_warps": warps})
@@ -66,7 +66,7 @@ def _kernel(config: Config, rows: int, depth: int) -> Config:
 def _operands(rows: int, columns: int, depth: int, copies: int) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
     x = fp8_quant.quantize(torch.randn(rows, depth, device="cuda", dtype=torch.bfloat16))
     weights = [random_fp8(columns, depth) for _ in range(copies)]
-    return *x, weights, torch.rand(triton.cdiv(columns, BLOCK), triton.cdiv(depth, BLOCK), device="cuda")
+    return *x, weights, torch.rand(cdiv(columns, BLOCK), cdiv(depth, BLOCK), device="cuda")
 
 
 def random_fp8(*shape: int) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from glowplug.kernels.triton import dependent, tuned
+from glowplug.kernels.triton.launch import cdiv, next_power_of_2
 from glowplug.kernels.triton.tuned import Config
 
 MOST = 128  #: tokens
@@ -94,8 +95,8 @@ def multiply(x: Tensor, weight: Tensor, config: Config) -> Tensor:
     (tokens, depth), size = x.shape, len(weight)
     block_n, block_k = config["BLOCK_N"], config["BLOCK_K"]
     held = TensorDescriptor(weight, [size, depth], [depth, 1], [block_n, block_k]) if config["TMA"] else weight
-    tiles_kernel[(triton.cdiv(size, block_n),)](
-        x, held, weight, out, tokens, size, depth, x.stride(0), TOKENS=max(16, triton.next_power_of_2(tokens)),
+    tiles_kernel[(cdiv(size, block_n),)](
+        x, held, weight, out, tokens, size, depth, x.stride(0), TOKENS=max(16, next_power_of_2(tokens)),
         BLOCK_N=block_n, BLOCK_K=block_k, TMA=config["TMA"], FETCH=config["FETCH"], EVEN=depth % block_k == 0,
         num_warps=config["num_warps"], num_stages=config["num_stages"],
         **dependent.options())

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from glowplug.kernels.triton import dependent, tuned
 from glowplug.kernels.triton.h200 import MULTIPROCESSORS
+from glowplug.kernels.triton.launch import cdiv, next_power_of_2
 from glowplug.kernels.triton.split_k import splits_for
 from glowplug.kernels.triton.tuned import Config
 
@@ -108,8 +109,8 @@ def _finish(parts, x_scales, w_scales, bias, out, rows, columns, count, BIAS: tl
 def rule(rows: int, columns: int, depth: int) -> Config:
     """A configuration for a problem that nobody has tuned: enough programs to read the weight with every core."""
     few = rows <= 256
-    block_m = min(64, max(32, triton.next_power_of_2(rows))) if few else 128  # 16 was measured slower, for one row, too
-    split = splits_for(triton.cdiv(rows, block_m) * triton.cdiv(columns, 64 if few else 128), depth, MULTIPROCESSORS)
+    block_m = min(64, max(32, next_power_of_2(rows))) if few else 128  # 16 was measured slower, for one row, too
+    split = splits_for(cdiv(rows, block_m) * cdiv(columns, 64 if few else 128), depth, MULTIPROCESSORS)
     if few:
         return {"BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_K": 128, "SPLIT_K": split, "SWAP": True, "num_warps": 4,
                 "num_stages": 5}
@@ -134,10 +135,10 @@ def gemm(x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: t
     split = chosen.pop("SPLIT_K")
     into = out if split == 1 else torch.empty(split, rows, columns, dtype=torch.int32, device=x.device)
     added = w_scales if bias is None else bias
-    _gemm[(triton.cdiv(rows, chosen["BLOCK_M"]) * triton.cdiv(columns, chosen["BLOCK_N"]), split)](
+    _gemm[(cdiv(rows, chosen["BLOCK_M"]) * cdiv(columns, chosen["BLOCK_N"]), split)](
         x, x_scales, weight, w_scales, added, into, rows, columns, depth, x.stride(0),
         EVEN=depth % chosen["BLOCK_K"] == 0, BIAS=bias is not None, SPLIT=split > 1, **chosen, **dependent.options())
     if split > 1:
-        _finish[(rows, triton.cdiv(columns, 512))](into, x_scales, w_scales, added, out, rows, columns, split,
+        _finish[(rows, cdiv(columns, 512))](into, x_scales, w_scales, added, out, rows, columns, split,
                                                    BIAS=bias is not None, BLOCK=512, **dependent.options())
     return out

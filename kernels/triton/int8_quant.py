@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.triton import dependent
+from glowplug.kernels.triton.launch import next_power_of_2
 from glowplug.kernels.triton.rows import rows_of
 
 
@@ -72,7 +73,7 @@ def empty_quantized(rows: int, size: int, device: torch.device) -> tuple[Tensor,
 
 
 def _shape(size: int) -> dict[str, int]:
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     return {"BLOCK": block, "num_warps": 2 if block <= 512 else 4 if block <= 2048 else 8 if block <= 4096 else 16}
 
 

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from glowplug.kernels.triton.launch import cdiv, next_power_of_2
+
 ROWS = 8  #: (token, head) pairs of a program
 
 
@@ -37,6 +39,6 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
     tokens, heads, size = out.shape
     assert out.is_contiguous() and part.is_contiguous()
     if tokens:
-        _merge_into[(triton.cdiv(tokens * heads, ROWS),)](
+        _merge_into[(cdiv(tokens * heads, ROWS),)](
             out, lse, part, part_lse, tokens * heads, heads, *lse.stride(), *part_lse.stride(), SIZE=size,
-            BLOCK=triton.next_power_of_2(size), ROWS=ROWS)
+            BLOCK=next_power_of_2(size), ROWS=ROWS)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from glowplug.kernels.triton import dependent, paged
 from glowplug.kernels.triton.h200 import MULTIPROCESSORS
+from glowplug.kernels.triton.launch import cdiv, next_power_of_2
 from glowplug.kernels.triton.mla_merge import merge
 
 
@@ -99,10 +100,10 @@ class Tiling:
 def tiling(rows: int, width: int, heads: int, kv_heads: int, dim: int, context: int, dtype: torch.dtype) -> Tiling:
     """For ``rows`` (padded) rows of ``width`` query tokens and of ``context`` keys at most."""
     pairs = width * (heads // kv_heads)
-    block_m = min(64 if dtype.itemsize <= 2 else 32, max(16, triton.next_power_of_2(pairs)))
+    block_m = min(64 if dtype.itemsize <= 2 else 32, max(16, next_power_of_2(pairs)))
     block_n = 64 if dtype.itemsize <= 2 else 16
-    blocks = max(1, rows * kv_heads * triton.cdiv(pairs, block_m))
-    splits = paged.best_splits(blocks, triton.cdiv(context, block_n), MULTIPROCESSORS)
+    blocks = max(1, rows * kv_heads * cdiv(pairs, block_m))
+    splits = paged.best_splits(blocks, cdiv(context, block_n), MULTIPROCESSORS)
     return Tiling(block_m, block_n, splits, 4, 3 if dtype.itemsize > 2 else 7 if dim <= 128 else 5)
 
 
@@ -123,10 +124,10 @@ def mha_decode(query: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tens
     if splits > 1:
         partial = query.new_empty(tokens, heads, splits, dim)
         lse = torch.empty((tokens, heads, splits), dtype=torch.float32, device=query.device)
-    mha_decode_kernel[(kv_heads * triton.cdiv(tokens // rows * group, cut.block_m), rows, splits)](
+    mha_decode_kernel[(kv_heads * cdiv(tokens // rows * group, cut.block_m), rows, splits)](
         query, k_cache, v_cache, page_table, kv_lens, tree if tree is not None else kv_lens, partial, lse,
         scale * paged.LOG2_E, splits, first_key, tokens // rows, kv_heads, page_table.stride(0), query.stride(0),
-        query.stride(1), D=dim, GROUP=group, slot_stride=kv_heads * dim, BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        query.stride(1), D=dim, GROUP=group, slot_stride=kv_heads * dim, BLOCK_D=max(16, next_power_of_2(dim)),
         BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, PAGE=page_size, SPLIT=splits > 1, STAGES=cut.stages,
         TREE=tree is not None, PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
         NARROW=k_cache.dtype.itemsize == 1 and query.dtype.itemsize == 2, num_warps=cut.warps,

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.triton import paged
+from glowplug.kernels.triton.launch import next_power_of_2
 
 ROWS = 128  #: for so many rows one kernel serves, more take others
 
@@ -116,8 +117,8 @@ def mha_prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor,
     mha_prefill_kernel[(heads, tokens // block_q + rows)](
         q, k_cache, v_cache, page_table, kv_lens, q_starts, out, scale * paged.LOG2_E, rows, skip, heads,
         page_table.stride(0), q.stride(0), q.stride(1), slot_stride=kv_heads * dim, GROUP=heads // kv_heads,
-        FIRST_KEY=first_key, D=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)), BLOCK_Q=block_q, BLOCK_K=block_k,
-        BLOCK_R=max(ROWS, triton.next_power_of_2(rows)), PAGE=page_size, STAGES=stages,
+        FIRST_KEY=first_key, D=dim, BLOCK_D=max(16, next_power_of_2(dim)), BLOCK_Q=block_q, BLOCK_K=block_k,
+        BLOCK_R=max(ROWS, next_power_of_2(rows)), PAGE=page_size, STAGES=stages,
         PRECISION="tf32x3" if q.dtype == torch.float32 else "tf32",
         NARROW=k_cache.dtype.itemsize == 1 and q.dtype.itemsize == 2, num_warps=warps, num_stages=stages)
     return out

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.triton import dependent
+from glowplug.kernels.triton.launch import next_power_of_2
 
 MOST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}  #: largest number of the FP8 formats
 
@@ -46,5 +47,5 @@ def mha_store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Ten
         options = dependent.options()
         mha_store_kernel[(tokens,)](
             k, v, k_cache, v_cache, slots, k.stride(0), v.stride(0), SIZE=heads * dim,
-            BLOCK=triton.next_power_of_2(heads * dim), MOST=MOST.get(k_cache.dtype, 0.0),
+            BLOCK=next_power_of_2(heads * dim), MOST=MOST.get(k_cache.dtype, 0.0),
             LEADS=follows and options["DEPENDENT"], **options)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from glowplug.kernels.fp8 import Blocks
 from glowplug.kernels.triton import dependent
+from glowplug.kernels.triton.launch import cdiv, next_power_of_2
 
 BLOCK = 128  #: rows and columns with one scale
 
@@ -61,7 +62,7 @@ def multiply(x: Tensor, weight: Blocks, out: Tensor, width: int, warps: int = 4,
     columns = weight.values.shape[2]
     assert size % BLOCK == 0 and BLOCK % width == 0
     if tokens:
-        _by_heads_fp8[(heads, triton.cdiv(columns, width))](
+        _by_heads_fp8[(heads, cdiv(columns, width))](
             x, *weight, out, tokens, x.stride(0), x.stride(1), *weight.values.stride(), *weight.scales.stride(),
-            out.stride(0), out.stride(1), SIZE=size, COLUMNS=columns, ROWS=max(16, triton.next_power_of_2(tokens)),
+            out.stride(0), out.stride(1), SIZE=size, COLUMNS=columns, ROWS=max(16, next_power_of_2(tokens)),
             WIDTH=width, num_warps=warps, **(dependent.options() if follows else {"DEPENDENT": False}))

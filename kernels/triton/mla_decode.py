@@ -18,6 +18,7 @@ from torch import Tensor
 
 from glowplug.kernels.triton import dependent, paged
 from glowplug.kernels.triton.h200 import MULTIPROCESSORS, SHORT
+from glowplug.kernels.triton.launch import cdiv, next_power_of_2
 from glowplug.kernels.triton.mla_merge import merge
 
 JOINED = 8  #: parts of a row's keys up to which who ends last joins them (not of tiles of 32 pairs: never measured)
@@ -131,14 +132,14 @@ def tiling(rows: int, width: int, heads: int, context: int, dtype: torch.dtype, 
     the prologue to W_UV: 17.3 to 15.6 us with 8 rows (9 parts), 19.9 to 18.3 with 16 (8), 24.7 to 23.6 with 32 (4).
     Few rows of more than ``MANY_HEADS`` heads: blocks of heads are narrow, which read keys again, but from L2.
     """
-    block_m = min(64 if dtype.itemsize <= 2 else 32, max(16, triton.next_power_of_2(width * heads)))
+    block_m = min(64 if dtype.itemsize <= 2 else 32, max(16, next_power_of_2(width * heads)))
     many = ring and width == 1 and heads > MANY_HEADS and context <= SHORT
     if many:
-        block_m = next((narrow for most, narrow in NARROW if rows * triton.cdiv(heads, narrow) <= most), block_m)
-    blocks = max(1, rows * triton.cdiv(width * heads, block_m))
+        block_m = next((narrow for most, narrow in NARROW if rows * cdiv(heads, narrow) <= most), block_m)
+    blocks = max(1, rows * cdiv(width * heads, block_m))
     wide, narrow = block_m == 64, kv.itemsize == 1
     block_n = 64 if ring or wide else 16 if dtype.itemsize > 2 else 32 if narrow or block_m > 16 else 64
-    splits = paged.best_splits(blocks, triton.cdiv(context, block_n), MULTIPROCESSORS)
+    splits = paged.best_splits(blocks, cdiv(context, block_n), MULTIPROCESSORS)
     spared = ring and block_m == 16 and blocks >= JOINED and context <= SHORT and not many
     apart = apart and splits > 1 and width == 1 and (
         rows in MANY_APART and not wide if many else spared and rows in APART_ROWS)
@@ -210,7 +211,7 @@ def _launch(query: Tensor, kv: Tensor, page_table: Tensor, kv_lens: Tensor, scal
     (tokens, heads, size), rows, lora = query.shape, kv_lens.shape[0], out.shape[-1]
     assert query.is_contiguous() and kv.stride(1) == 1
     pairs, splits = tokens // rows * heads, cut.splits
-    grid = (triton.cdiv(pairs, cut.block_m), rows, splits)
+    grid = (cdiv(pairs, cut.block_m), rows, splits)
     rows_of = (page_table, kv_lens, tree if tree is not None else kv_lens, out, lse)
     rest = (scale * kv_scale * paged.LOG2_E, kv_scale, splits, first_key, tokens // rows, heads, page_table.stride(0))
     same = {"C": lora, "R": size - lora, "BLOCK_M": cut.block_m, "PAGE": page_size, "SPLIT": splits > 1,
@@ -225,6 +226,6 @@ def _launch(query: Tensor, kv: Tensor, page_table: Tensor, kv_lens: Tensor, scal
         return
     mla_decode_kernel[grid](
         query, kv, *rows_of, *rest, kv_stride=kv.stride(0),
-        BLOCK_C=max(16, triton.next_power_of_2(triton.cdiv(lora, cut.parts))),
-        BLOCK_R=max(16, triton.next_power_of_2(size - lora)), PARTS=cut.parts, BLOCK_N=cut.block_n, STAGES=cut.stages,
+        BLOCK_C=max(16, next_power_of_2(cdiv(lora, cut.parts))),
+        BLOCK_R=max(16, next_power_of_2(size - lora)), PARTS=cut.parts, BLOCK_N=cut.block_n, STAGES=cut.stages,
         PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32", num_stages=cut.stages, **same)

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.triton import dependent
+from glowplug.kernels.triton.launch import cdiv, next_power_of_2
 
 ROWS = 64  #: (token, head) pairs of a program
 
@@ -31,9 +32,9 @@ def _spread(rotary, keys, count, heads, rotary_token, keys_token, keys_head, SIZ
 def spread(rotary: Tensor, keys: Tensor) -> None:
     """rotary [n, P] into keys [n, H, P]; the last dimension of both is contiguous."""
     tokens, heads, size = keys.shape
-    _spread[(triton.cdiv(tokens * heads, ROWS),)](
+    _spread[(cdiv(tokens * heads, ROWS),)](
         rotary, keys, tokens * heads, heads, rotary.stride(0), keys.stride(0), keys.stride(1), SIZE=size,
-        BLOCK=triton.next_power_of_2(size), ROWS=ROWS, **dependent.options())
+        BLOCK=next_power_of_2(size), ROWS=ROWS, **dependent.options())
 
 
 def expand(entries: Tensor, w_kv: Tensor, nope: int) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.triton import dependent
+from glowplug.kernels.triton.launch import cdiv, next_power_of_2
 
 
 @triton.jit(do_not_specialize=["pairs", "splits"])
@@ -45,8 +46,8 @@ def mla_merge_kernel(partial, lse, kv_lens, out, pairs, splits, C: tl.constexpr,
 def merge(partial: Tensor, lse: Tensor, kv_lens: Tensor, out: Tensor, pairs: int, block_n: int) -> None:
     """partial [B * W, H, S, C], lse float32 [B * W, H, S], kv_lens int32 [B] -> out [B * W, H, C]."""
     tokens, heads, splits, size = partial.shape
-    padded = triton.next_power_of_2(splits)
-    block_d = min(128, triton.next_power_of_2(size))
-    mla_merge_kernel[(tokens * heads, triton.cdiv(size, block_d))](
+    padded = next_power_of_2(splits)
+    block_d = min(128, next_power_of_2(size))
+    mla_merge_kernel[(tokens * heads, cdiv(size, block_d))](
         partial, lse, kv_lens, out, pairs, splits, C=size, BLOCK_D=block_d, BLOCK_N=block_n, BLOCK_S=padded,
         CHUNK=min(16, padded), num_warps=4, **dependent.options())

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from glowplug.kernels.triton.launch import cdiv, next_power_of_2
+
 LOG2_E = 1.4426950408889634
 
 
@@ -111,7 +113,7 @@ def mla_prefill(q: Tensor, k_nope: Tensor, k_rope: Tensor, v: Tensor, q_starts: 
         return out, lse
     assert out.is_contiguous() and all(x.stride(-1) == 1 for x in (q, k_nope, k_rope, v))
     block_q, block_k, warps, stages = _tile(max_q, q.element_size())
-    mla_prefill_kernel[(triton.cdiv(max_q, block_q), heads, q_starts.shape[0] - 1)](
+    mla_prefill_kernel[(cdiv(max_q, block_q), heads, q_starts.shape[0] - 1)](
         q, k_nope, k_rope, v, out, lse, q_starts, k_starts, scale * LOG2_E, heads, q.stride(0), q.stride(1),
         k_nope.stride(0), k_nope.stride(1), k_rope.stride(0), k_rope.stride(1) if k_rope.dim() == 3 else 0, v.stride(0),
         v.stride(1), N=nope, R=rope, V=size, BLOCK_N=_padded(nope), BLOCK_R=_padded(rope), BLOCK_V=_padded(size),
@@ -121,7 +123,7 @@ def mla_prefill(q: Tensor, k_nope: Tensor, k_rope: Tensor, v: Tensor, q_starts: 
 
 
 def _padded(size: int) -> int:
-    return max(16, triton.next_power_of_2(size))
+    return max(16, next_power_of_2(size))
 
 
 def _tile(max_q: int, itemsize: int) -> tuple[int, int, int, int]:

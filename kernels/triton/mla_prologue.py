@@ -11,6 +11,7 @@ from torch import Tensor
 
 from glowplug.kernels.fp8 import Blocks
 from glowplug.kernels.triton import dependent, mla_absorbed_fp8
+from glowplug.kernels.triton.launch import cdiv, next_power_of_2
 from glowplug.kernels.triton.mla_absorbed_fp8 import scaled_product
 
 HEADS = 16  #: query heads a program rotates
@@ -186,17 +187,17 @@ def prologue(query: Tensor, compressed: Tensor, norm_weight: Tensor, eps: float,
     rope = compressed.shape[1] - lora
     if not tokens:
         return
-    block = min(HEADS, triton.next_power_of_2(heads))
-    parts, few = 1 + triton.cdiv(heads, block), 0 < decode <= (2 * FEW if decode * heads <= FEW_PAIRS else FEW)
+    block = min(HEADS, next_power_of_2(heads))
+    parts, few = 1 + cdiv(heads, block), 0 < decode <= (2 * FEW if decode * heads <= FEW_PAIRS else FEW)
     stored = stored if few else None
     weight, scales = (w_uk, norm_weight.expand(1, 1, -1)) if stored is None else stored
-    uk_block = min(UK_COLUMNS, triton.next_power_of_2(lora)) if stored is None else mla_absorbed_fp8.BLOCK
-    uk_blocks = triton.cdiv(lora, uk_block) if few else 0
+    uk_block = min(UK_COLUMNS, next_power_of_2(lora)) if stored is None else mla_absorbed_fp8.BLOCK
+    uk_blocks = cdiv(lora, uk_block) if few else 0
     _prologue[(tokens * parts + heads * uk_blocks,)](
         query, compressed, norm_weight, cos_sin, cache, slots, absorbed, own, weight, scales, tokens, decode, eps,
         query.stride(0), query.stride(1), compressed.stride(0), cos_sin.stride(0), cache.stride(0), absorbed.stride(0),
         absorbed.stride(1), own.stride(0), *weight.stride(), *scales.stride(), heads, NOPE=size - rope, LORA=lora,
-        HALF=rope // 2, LORA_BLOCK=triton.next_power_of_2(lora), HALF_BLOCK=triton.next_power_of_2(rope // 2),
+        HALF=rope // 2, LORA_BLOCK=next_power_of_2(lora), HALF_BLOCK=next_power_of_2(rope // 2),
         HEAD_BLOCK=block, PARTS=parts, INTERLEAVED=interleaved, FP8=cache.dtype is torch.float8_e4m3fn,
         UK_BLOCKS=uk_blocks, UK_BLOCK=uk_block, ROWS=_tile(decode) if few else 16, DEPTH=_tile(size - rope),
         STORED=stored is not None, num_warps=8 if few and decode > FEW else 4, **(options := dependent.options()),
@@ -222,14 +223,14 @@ def project(latent: Tensor, w_uv: Tensor, out: Tensor, follows: bool = False, st
     elif tokens > FEW or tokens * heads > FEW_PAIRS:
         _bmm(latent, w_uv, out)
     elif tokens:
-        by_heads(latent, w_uv, out, min(UV_COLUMNS, triton.next_power_of_2(w_uv.shape[2])), follows)
+        by_heads(latent, w_uv, out, min(UV_COLUMNS, next_power_of_2(w_uv.shape[2])), follows)
 
 
 def by_heads(x: Tensor, w: Tensor, out: Tensor, block: int, follows: bool) -> None:
     """x [T, H, K], w [H, K, N] -> out [T, H, N] for few tokens, ``block`` columns a program."""
     (tokens, heads, size), columns = x.shape, w.shape[2]
     tile = min(UV_ROWS, _tile(tokens))
-    _by_heads[(heads, triton.cdiv(columns, block), triton.cdiv(tokens, tile))](
+    _by_heads[(heads, cdiv(columns, block), cdiv(tokens, tile))](
         x, w, out, tokens, x.stride(0), x.stride(1), *w.stride(), out.stride(0), out.stride(1), SIZE=size,
         COLUMNS=columns, ROWS=tile, BLOCK=block, DEPTH=_tile(size), num_warps=4,
         **(dependent.options() if follows else {"DEPENDENT": False}))
@@ -242,7 +243,7 @@ def _bmm(x: Tensor, w: Tensor, out: Tensor) -> None:
 
 def _tile(size: int) -> int:
     """A power of two that holds ``size``, and what tensor cores take at least."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, next_power_of_2(size))
 
 
 def store(latent: Tensor, k_rope: Tensor, cache: Tensor, slots: Tensor) -> None:
@@ -252,7 +253,7 @@ def store(latent: Tensor, k_rope: Tensor, cache: Tensor, slots: Tensor) -> None:
     if not tokens:
         return
     _store[(tokens,)](latent, k_rope, cache, slots, latent.stride(0), k_rope.stride(0), cache.stride(0), LORA=lora,
-                      ROPE=rope, BLOCK=triton.next_power_of_2(lora + rope), FP8=cache.dtype is torch.float8_e4m3fn)
+                      ROPE=rope, BLOCK=next_power_of_2(lora + rope), FP8=cache.dtype is torch.float8_e4m3fn)
 
 
 def gather(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
@@ -260,8 +261,8 @@ def gather(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
     count, size = slots.shape[0], cache.shape[1]
     out = torch.empty(count, size, dtype=dtype, device=cache.device)
     if count:
-        _gather[(triton.cdiv(count, GATHERED),)](cache, slots, out, count, cache.stride(0), SIZE=size,
-                                                 BLOCK=triton.next_power_of_2(size), ROWS=GATHERED)
+        _gather[(cdiv(count, GATHERED),)](cache, slots, out, count, cache.stride(0), SIZE=size,
+                                                 BLOCK=next_power_of_2(size), ROWS=GATHERED)
     return out
 
 
@@ -280,5 +281,5 @@ def in_e4m3(query: Tensor) -> Tensor:
     out = torch.empty_like(query, dtype=torch.float8_e4m3fn)
     lines = query.numel() // LINE
     if lines:
-        _in_e4m3[(triton.cdiv(lines, LINES),)](query, out, lines, LINE=LINE, LINES=LINES)
+        _in_e4m3[(cdiv(lines, LINES),)](query, out, lines, LINE=LINE, LINES=LINES)
     return out

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.triton import dependent
+from glowplug.kernels.triton.launch import cdiv, next_power_of_2
 
 COLUMNS, ROWS = 32, 8  #: of one head's product that a program makes, and rows of them
 AT_ONCE, CHUNK = 9, 8  #: parts up to which all are asked for at once; and of more, at a time
@@ -74,8 +75,8 @@ def project(partial: Tensor, lse: Tensor, kv_lens: Tensor, w_uv: Tensor, out: Te
     assert fits(lora, w_uv.shape[2]) and lse.dtype is torch.float32
     if not rows:
         return
-    _joined[(heads, w_uv.shape[2] // COLUMNS, triton.cdiv(rows, ROWS))](
+    _joined[(heads, w_uv.shape[2] // COLUMNS, cdiv(rows, ROWS))](
         partial, lse, kv_lens, w_uv, out, rows, heads, *w_uv.stride(), out.stride(0), out.stride(1), SPLITS=splits,
         CHUNK=splits if splits <= AT_ONCE else CHUNK,
-        BLOCK_S=triton.next_power_of_2(splits), SHARES=SHARES, DEPTH=lora // SHARES, ROWS=ROWS, BLOCK=COLUMNS,
+        BLOCK_S=next_power_of_2(splits), SHARES=SHARES, DEPTH=lora // SHARES, ROWS=ROWS, BLOCK=COLUMNS,
         TILE=block_n, num_warps=8 if rows > WIDE else 4, **dependent.options())

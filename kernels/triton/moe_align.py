@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.triton import dependent
+from glowplug.kernels.triton.launch import cdiv, next_power_of_2
 
 ONE_LAUNCH = 4096  #: pairs up to which every expert looks through all ids by itself
 CHUNK = 128  #: pairs a program ranks at once where there are more
@@ -160,14 +161,14 @@ def align(ids: Tensor, experts: int, block_m: int, others: int = 0) -> Alignment
     blocks = max_blocks(pairs - others * ids.shape[0], experts, block_m)
     found = Alignment(*(torch.empty(size, dtype=torch.int32, device=device)
                         for size in (blocks * block_m, blocks, 1, experts)))
-    bins = triton.next_power_of_2(experts + 1)
-    width = max(32, min(256, triton.next_power_of_2(block_m)))
+    bins = next_power_of_2(experts + 1)
+    width = max(32, min(256, next_power_of_2(block_m)))
     if pairs <= ONE_LAUNCH:
-        span = max(32, min(1024, triton.next_power_of_2(pairs)))
+        span = max(32, min(1024, next_power_of_2(pairs)))
         _by_expert[(experts,)](ids, *found, pairs, experts, blocks, BLOCK_M=block_m, BINS=bins, SPAN=span,
                                WIDTH=width, **dependent.options())
         return found
-    chunks = triton.cdiv(pairs, CHUNK)
+    chunks = cdiv(pairs, CHUNK)
     counts = torch.empty(bins, chunks, dtype=torch.int32, device=device)
     totals = torch.empty(bins, dtype=torch.int32, device=device)
     _count[(chunks,)](ids, counts, pairs, experts, chunks, BINS=bins, SPAN=CHUNK, **dependent.options())

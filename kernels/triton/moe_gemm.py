@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from glowplug.kernels.triton import dependent
+from glowplug.kernels.triton.launch import cdiv, next_power_of_2
 from glowplug.kernels.triton.moe_align import Alignment
 from glowplug.kernels.triton.moe_tiles import WIDE
 
@@ -233,7 +234,7 @@ def _grouped(x, x_stored, w, stored, out, ids, weights, sorted_pairs, expert_of_
 def wide_tile(tokens: int, up: bool, config: Config) -> tuple[int, int, int]:
     """Rows, columns and depth of a tile of everybody's experts, whose tokens share one where they fit."""
     columns = config.get("wide") or (64 if up or config["warps"] < 8 else 128)
-    return min(WIDE, max(16, triton.next_power_of_2(tokens))), columns, 64
+    return min(WIDE, max(16, next_power_of_2(tokens))), columns, 64
 
 
 def _launch(x: Tensor, w: Tensor, out: Tensor, ids: Tensor, weights: Tensor | None, aligned: Alignment | None,
@@ -241,19 +242,19 @@ def _launch(x: Tensor, w: Tensor, out: Tensor, ids: Tensor, weights: Tensor | No
     pairs, (experts, _, depth), columns = ids.numel(), w.shape, out.shape[1]
     block_m, block_n, block_k = config["block_m"], config["block_n"], config["block_k"]
     dense = aligned is None
-    m_blocks = (experts - shared) * triton.cdiv(ids.shape[0], block_m) if dense else len(aligned.expert_of_block)
-    n_blocks = triton.cdiv(columns, block_n)
+    m_blocks = (experts - shared) * cdiv(ids.shape[0], block_m) if dense else len(aligned.expert_of_block)
+    n_blocks = cdiv(columns, block_n)
     tma = bool(config.get("tma")) and depth * w.element_size() % 16 == 0
     x_tma = tma and not dense and weights is not None
     places = (None, None) if dense else (aligned.sorted_pairs, aligned.expert_of_block)
     wide_m, wide_n, wide_k = wide_tile(ids.shape[0], weights is None, config) if shared else (16, 16, 16)
-    wide = shared * triton.cdiv(ids.shape[0], wide_m) * triton.cdiv(columns, wide_n)
+    wide = shared * cdiv(ids.shape[0], wide_m) * cdiv(columns, wide_n)
     _grouped[(wide + m_blocks * n_blocks,)](
         TensorDescriptor.from_tensor(x, [block_m, block_k]) if x_tma else x, x,
         TensorDescriptor.from_tensor(w.view(-1, depth), [block_n, block_k]) if tma else w, w,
         out, ids, weights, *places, ids if begun is None else begun, pairs, experts, columns, depth, m_blocks, n_blocks,
         config.get("group", 64), wide, ids.shape[0], UP=weights is None, SORTED=not dense, TOPK=ids.shape[1],
-        WIDTH=triton.next_power_of_2(ids.shape[1]), TMA=tma, X_TMA=x_tma, SWAP=bool(config.get("swap")),
+        WIDTH=next_power_of_2(ids.shape[1]), TMA=tma, X_TMA=x_tma, SWAP=bool(config.get("swap")),
         EVEN_K=depth % block_k == 0 == depth % wide_k, MASK=block_m <= SPARSE and not x_tma, BLOCK_M=block_m,
         BLOCK_N=block_n, BLOCK_K=block_k, SHARED=shared, WIDE_M=wide_m, WIDE_N=wide_n, WIDE_K=wide_k,
         EARLY=begun is not None, num_warps=config["warps"], num_stages=config["stages"], **dependent.options())

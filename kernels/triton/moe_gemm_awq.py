@@ -13,6 +13,7 @@ from torch import Tensor
 
 from glowplug.kernels.triton import dependent
 from glowplug.kernels.triton.awq_gemm import BLOCK, DTYPE, PLANE, load_plane, load_rows, scale_of, times
+from glowplug.kernels.triton.launch import cdiv, next_power_of_2
 from glowplug.kernels.triton.moe_align import Alignment, align
 from glowplug.kernels.triton.moe_gemm import tile_pairs, tile_place
 from glowplug.kernels.triton.moe_sum import moe_sum
@@ -103,14 +104,14 @@ def product(x: Tensor, w: Weights, ids: Tensor, weights: Tensor | None, aligned:
     experts, _, rows, _ = w.packed.shape
     columns = rows // 2 if weights is None else rows
     out = torch.empty(ids.numel(), columns, dtype=x.dtype, device=x.device)
-    m_blocks = (experts * triton.cdiv(ids.shape[0], config["block_m"]) if aligned is None
+    m_blocks = (experts * cdiv(ids.shape[0], config["block_m"]) if aligned is None
                 else len(aligned.expert_of_block))
-    n_blocks = triton.cdiv(columns, config["block_n"])
+    n_blocks = cdiv(columns, config["block_n"])
     places = (ids, ids) if aligned is None else (aligned.sorted_pairs, aligned.expert_of_block)
     _grouped[(m_blocks * n_blocks,)](
         x, w.packed, w.factors, out, ids, w.factors if weights is None else weights, *places, ids.numel(),
         experts, columns, w.depth, w.factors.shape[1], m_blocks, n_blocks, config.get("group", 64), UP=weights is None,
-        SORTED=aligned is not None, TOPK=ids.shape[1], WIDTH=triton.next_power_of_2(ids.shape[1]), GROUP=w.group,
+        SORTED=aligned is not None, TOPK=ids.shape[1], WIDTH=next_power_of_2(ids.shape[1]), GROUP=w.group,
         EVEN=w.depth % 128 == 0, EVEN_N=columns % config["block_n"] == 0, BLOCK_M=config["block_m"],
         BLOCK_N=config["block_n"], STAGES=config["stages"], num_warps=config["warps"], **dependent.options())
     return out

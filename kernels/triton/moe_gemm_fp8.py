@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from glowplug.kernels.triton import dependent, fp8_quant, moe_gated_parts, tuned
 from glowplug.kernels.triton.fp8_gemm import BLOCK, DTYPE, FETCH, add_scaled, fetch_weight, load_tile, load_weight
+from glowplug.kernels.triton.launch import cdiv
 from glowplug.kernels.triton.moe_align import align
 from glowplug.kernels.triton.moe_sum import moe_sum
 from glowplug.kernels.triton.tuned import Config
@@ -237,7 +238,7 @@ def product(x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, tiles
     _, columns, depth = weight.shape
     out = torch.empty(pairs, columns, dtype=dtype, device=x.device)
     options = _options(config, tile, depth, columns, tiles)
-    _product[(tiles.count * triton.cdiv(columns, config["BLOCK_N"]),)](
+    _product[(tiles.count * cdiv(columns, config["BLOCK_N"]),)](
         x, x_scales, _held(weight, config["BLOCK_N"], options["TMA"]), weight, w_scales, out,
         x_scales if routed is None else routed, *tiles[:4], pairs, columns, depth, x.stride(0), x_scales.stride(1),
         w_scales.stride(0), w_scales.stride(1), PER_TOKEN=per_token, WEIGHTED=routed is not None, FETCH=fetch,

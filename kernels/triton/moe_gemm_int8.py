@@ -15,6 +15,7 @@ from torch import Tensor
 
 from glowplug.kernels.triton import dependent, int8_quant
 from glowplug.kernels.triton.int8_gemm import DTYPE, load_tile, times, zeros_of
+from glowplug.kernels.triton.launch import cdiv, next_power_of_2
 from glowplug.kernels.triton.moe_align import Alignment, align
 from glowplug.kernels.triton.moe_gemm import tile_pairs, tile_place
 from glowplug.kernels.triton.moe_sum import moe_sum
@@ -82,14 +83,14 @@ def product(x: Tensor, x_scales: Tensor, w: Tensor, w_scales: Tensor, ids: Tenso
     experts, rows, depth = w.shape
     columns = rows // 2 if weights is None else rows
     out = torch.empty(ids.numel(), columns, dtype=dtype, device=x.device)
-    m_blocks = (experts * triton.cdiv(ids.shape[0], config["block_m"]) if aligned is None
+    m_blocks = (experts * cdiv(ids.shape[0], config["block_m"]) if aligned is None
                 else len(aligned.expert_of_block))
-    n_blocks = triton.cdiv(columns, config["block_n"])
+    n_blocks = cdiv(columns, config["block_n"])
     places = (ids, ids) if aligned is None else (aligned.sorted_pairs, aligned.expert_of_block)
     _grouped[(m_blocks * n_blocks,)](
         x, x_scales, w, w_scales, out, ids, x_scales if weights is None else weights, *places, ids.numel(), experts,
         columns, depth, m_blocks, n_blocks, config.get("group", 64), UP=weights is None, SORTED=aligned is not None,
-        TOPK=ids.shape[1], WIDTH=triton.next_power_of_2(ids.shape[1]), SWAP=bool(config["swap"]),
+        TOPK=ids.shape[1], WIDTH=next_power_of_2(ids.shape[1]), SWAP=bool(config["swap"]),
         EVEN=depth % config["block_k"] == 0, BLOCK_M=config["block_m"], BLOCK_N=config["block_n"],
         BLOCK_K=config["block_k"], num_warps=config["warps"], num_stages=config["stages"], **dependent.options())
     return out

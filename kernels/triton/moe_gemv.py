@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.triton import dependent
+from glowplug.kernels.triton.launch import cdiv, next_power_of_2
 
 FETCHED: tl.constexpr = tl.constexpr(2)  # experts of a token whose weights are fetched ahead
 
@@ -73,14 +74,14 @@ def _down(h, w, out, ids, weights, columns, depth, TOPK: tl.constexpr, DEPTH: tl
 
 def _lines(w: Tensor) -> int:
     """Cache lines of a row of weights, at 64 elements each."""
-    return triton.next_power_of_2(triton.cdiv(w.shape[-1], 64))
+    return next_power_of_2(cdiv(w.shape[-1], 64))
 
 
 def up(x: Tensor, w13: Tensor, ids: Tensor, config: Mapping[str, Any]) -> Tensor:
     """As ``moe_gemm.up``. config: block_n, block_k, warps."""
     columns, depth = w13.shape[1] // 2, w13.shape[2]
     out = torch.empty(ids.numel(), columns, dtype=x.dtype, device=x.device)
-    _up[(triton.cdiv(columns, config["block_n"]), ids.numel())](
+    _up[(cdiv(columns, config["block_n"]), ids.numel())](
         x, w13, out, ids, columns, depth, TOPK=ids.shape[1], DEPTH=depth, BLOCK_N=config["block_n"],
         BLOCK_K=config["block_k"], num_warps=config["warps"],
         **dependent.options())
@@ -91,7 +92,7 @@ def down(h: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, config: Mapping[st
     """h [T * K, I], w2 [E, H, I], weights float32 [T, K] -> the weighted sum of each token's experts [T, H]."""
     columns, depth = w2.shape[1], w2.shape[2]
     out = torch.empty(ids.shape[0], columns, dtype=h.dtype, device=h.device)
-    _down[(triton.cdiv(columns, config["block_n"]), ids.shape[0])](
+    _down[(cdiv(columns, config["block_n"]), ids.shape[0])](
         h, w2, out, ids, weights, columns, depth, TOPK=ids.shape[1], DEPTH=depth, BLOCK_N=config["block_n"],
         BLOCK_K=config["block_k"], LINES=_lines(w2), num_warps=config["warps"], **dependent.options())
     return out

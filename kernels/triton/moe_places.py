@@ -15,6 +15,7 @@ from torch import Tensor
 
 from glowplug.kernels.triton import dependent
 from glowplug.kernels.triton.fp8_quant import GROUP, quantize_rows
+from glowplug.kernels.triton.launch import cdiv, next_power_of_2
 
 GROUPS = 8  #: groups of a row that one program moves or activates
 
@@ -143,7 +144,7 @@ def packed(ids: Tensor, experts: int, hidden: int, inter: int) -> Packed:
 
 def _launch(ids: Tensor, place: Tensor, counts: Tensor, sizes: Tensor, strides: Tensor, rows: int, hidden: int,
             inter: int, experts: int, packed: bool) -> None:
-    span = max(32, min(1024, triton.next_power_of_2(ids.numel())))
+    span = max(32, min(1024, next_power_of_2(ids.numel())))
     _find[(experts,)](ids, place, counts, sizes, strides, ids.numel(), rows, hidden, inter, experts, PACKED=packed,
                       SPAN=span, **dependent.options())
 
@@ -152,7 +153,7 @@ def spread(x: Tensor, x_scales: Tensor, ids: Tensor, place: Tensor, values: Tens
     """x E4M3 [T, N] with scales as ``fp8_quant`` lays them out, to values [G * R, N] and scales [G, R, .]: each token
     to the places of its pairs. Other rows stay as they are."""
     tokens, depth = x.shape
-    _spread[(tokens, triton.cdiv(depth, GROUPS * GROUP))](
+    _spread[(tokens, cdiv(depth, GROUPS * GROUP))](
         x, x_scales, ids, place, values, scales, depth, x.stride(0), x_scales.stride(1), scales.shape[1],
         *scales.stride(), PER_TOKEN=ids.shape[1], GROUPS=GROUPS, num_warps=4, **dependent.options())
 
@@ -161,6 +162,6 @@ def activate(x: Tensor, ids: Tensor, place: Tensor, values: Tensor, scales: Tens
     """x [G * R, 2N], gate then up -> silu(gate) * up, quantised from float32, to values [G * R, N] and scales
     [G, R, .]: rows of pairs that are here. Other rows stay as they are."""
     size = x.shape[1] // 2
-    _activate[(ids.numel(), triton.cdiv(size, GROUPS * GROUP))](
+    _activate[(ids.numel(), cdiv(size, GROUPS * GROUP))](
         x, ids, place, values, scales, size, scales.shape[1], *scales.stride(), GROUPS=GROUPS, num_warps=4,
         **dependent.options())

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.triton import dependent
+from glowplug.kernels.triton.launch import cdiv, next_power_of_2
 from glowplug.kernels.triton.moe_align import Alignment
 
 ROWS = 16  #: places whose scales a program brings in order; alignments of so many rows a block, or a multiple
@@ -74,11 +75,11 @@ def gather_rows(x: Tensor, x_scales: Tensor, order: Alignment, ids: Tensor) -> t
     scales = torch.empty(groups, rows, device=x.device)
     place = torch.empty(ids.numel(), dtype=torch.int32, device=x.device)
     options = {"PER_TOKEN": ids.shape[1], "num_warps": 4, **dependent.options()}
-    _place[(triton.cdiv(rows, ROWS),)](
+    _place[(cdiv(rows, ROWS),)](
         x_scales, order.sorted_pairs, order.num_padded, scales, place, ids.numel(), groups, x_scales.stride(1), rows,
-        ROWS=ROWS, GROUPS=triton.next_power_of_2(groups), **options)
-    width = min(WIDTH, triton.next_power_of_2(depth))
-    _spread[(tokens, triton.cdiv(depth, width))](x, ids, place, values, depth, x.stride(0), WIDTH=width, **options)
+        ROWS=ROWS, GROUPS=next_power_of_2(groups), **options)
+    width = min(WIDTH, next_power_of_2(depth))
+    _spread[(tokens, cdiv(depth, width))](x, ids, place, values, depth, x.stride(0), WIDTH=width, **options)
     return values, scales.t(), place
 
 
@@ -89,7 +90,7 @@ def sum_placed(y: Tensor, place: Tensor, ids: Tensor, weights: Tensor) -> Tensor
     """
     (tokens, width), size = ids.shape, y.shape[1]
     out = torch.empty(tokens, size, dtype=y.dtype, device=y.device)
-    block = min(1024, triton.next_power_of_2(size))
-    _sum[(tokens, triton.cdiv(size, block))](y, place, ids, weights, out, size, WIDTH=width, BLOCK=block,
+    block = min(1024, next_power_of_2(size))
+    _sum[(tokens, cdiv(size, block))](y, place, ids, weights, out, size, WIDTH=width, BLOCK=block,
                                              **dependent.options())
     return out

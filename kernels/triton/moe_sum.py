@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.triton import dependent
+from glowplug.kernels.triton.launch import cdiv, next_power_of_2
 
 
 @triton.jit(do_not_specialize=["ids_stride"])
@@ -32,7 +33,7 @@ def moe_sum(parts: Tensor, ids: Tensor) -> Tensor:
     size = parts.shape[1]
     out = torch.empty(tokens, size, dtype=parts.dtype, device=parts.device)
     if tokens:
-        block = min(1024, triton.next_power_of_2(size))
-        _sum[(tokens, triton.cdiv(size, block))](parts, ids, out, ids.stride(0), size, WIDTH=width, BLOCK=block,
+        block = min(1024, next_power_of_2(size))
+        _sum[(tokens, cdiv(size, block))](parts, ids, out, ids.stride(0), size, WIDTH=width, BLOCK=block,
                                                  **dependent.options())
     return out

@@ -14,10 +14,10 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-import triton
 from torch import Tensor
 
 from glowplug.kernels.triton import moe_gemm, moe_gemm_hopper, moe_gemv, moe_shared, tuned
+from glowplug.kernels.triton.launch import next_power_of_2
 from glowplug.kernels.triton.moe_align import Alignment, align
 from glowplug.kernels.triton.moe_sum import moe_sum
 from glowplug.kernels.triton.moe_tiles import WIDE, Problem, has_wide_tiles, tile
@@ -96,7 +96,7 @@ def candidates(product: str, problem: Problem, tokens: int, hopper: bool = False
     load = tokens * problem.topk / problem.experts
     found: list[Config] = [*_vectors()] if tokens <= 4 else []
     if load <= 64:
-        found += [c for c in _streaming() if (c["block_m"] == max(16, triton.next_power_of_2(tokens))
+        found += [c for c in _streaming() if (c["block_m"] == max(16, next_power_of_2(tokens))
                                               if c["way"] == "dense" else 8 < tokens and c["block_m"] <= 4 * load + 16)]
     found = [c for c in found if "wide" not in c or has_wide_tiles(c, tokens)]
     if load >= 6:
@@ -218,7 +218,7 @@ def _compile(problem: Problem, shared: int, wanted: Sequence[tuple[str, Config, 
 
 def _alike(config: Config, tokens: int, shared: int) -> int:
     """A small number of tokens for which the kernel is the same as for ``tokens``."""
-    return min(WIDE, triton.next_power_of_2(tokens)) if shared and has_wide_tiles(config, tokens) else 16
+    return min(WIDE, next_power_of_2(tokens)) if shared and has_wide_tiles(config, tokens) else 16
 
 
 def compile_ahead(problem: Problem, shared: int, tokens: Sequence[int], workers: int) -> set[str]:

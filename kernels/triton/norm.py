@@ -9,6 +9,7 @@ from torch import Tensor
 
 from glowplug.kernels.triton import dependent
 from glowplug.kernels.triton.fp8_quant import GROUP, empty_quantized, store_quantized
+from glowplug.kernels.triton.launch import cdiv, next_power_of_2
 from glowplug.kernels.triton.rows import rows_of
 
 FEW_ROWS = 128  #: about as many as there are processors
@@ -77,7 +78,7 @@ def _launch(x: Tensor, weight: Tensor, eps: float, *, ids: Tensor | None = None,
     if not rows:
         return
     before = None if residual is None else rows_of(residual)
-    groups = triton.next_power_of_2(triton.cdiv(size, GROUP))
+    groups = next_power_of_2(cdiv(size, GROUP))
     values, scales = (None, None) if quantized is None else quantized
     _norm[(rows,)](x, ids, before, weight, total, plain, values, scales, x.stride(0),
                    0 if ids is None else ids.stride(0), 0 if before is None else before.stride(0), size,

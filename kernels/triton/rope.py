@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.triton import dependent
+from glowplug.kernels.triton.launch import cdiv, next_power_of_2
 
 ELEMENTS = 2048  #: about what one program rotates
 
@@ -58,10 +59,10 @@ def rotate(q: Tensor, k: Tensor, cos_sin: Tensor, interleaved: bool) -> tuple[Te
     tokens, q_heads, size = q.shape
     k_heads = k.shape[1]
     q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-    half = triton.next_power_of_2(size // 2)
-    most = triton.next_power_of_2(max(q_heads, k_heads, 1))
+    half = next_power_of_2(size // 2)
+    most = next_power_of_2(max(q_heads, k_heads, 1))
     heads = min(most, max(1, ELEMENTS // half))
-    q_blocks, k_blocks = triton.cdiv(q_heads, heads), triton.cdiv(k_heads, heads)
+    q_blocks, k_blocks = cdiv(q_heads, heads), cdiv(k_heads, heads)
     if tokens and q_blocks + k_blocks:
         _rope[(tokens, q_blocks + k_blocks)](
             q, k, q_out, k_out, cos_sin, q.stride(0), q.stride(1), k.stride(0), k.stride(1), q_heads, k_heads,

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.triton import dependent
+from glowplug.kernels.triton.launch import cdiv, next_power_of_2
 
 VECTOR = 4  #: tokens up to which scores are matrix-vector products
 DEEPEST = 8192  #: channels up to which they may be
@@ -184,7 +185,7 @@ def _tickets(device: torch.device) -> Tensor:
 
 def _blocks(tokens: int, experts: int, hidden: int) -> tuple[int, int, int, int]:
     """(tokens, experts and channels of a block, splits of the depth)."""
-    wide, deep = triton.next_power_of_2(experts), triton.next_power_of_2(hidden)
+    wide, deep = next_power_of_2(experts), next_power_of_2(hidden)
     if tokens <= VECTOR and deep <= DEEPEST:
         return 1, 1, deep, 1
     depth = min(128, max(16, deep))
@@ -193,7 +194,7 @@ def _blocks(tokens: int, experts: int, hidden: int) -> tuple[int, int, int, int]
         depth = min(64, depth)
     elif experts <= AT_ONCE:
         depth = min(256, max(16, deep))
-    programs = triton.cdiv(tokens, rows) * triton.cdiv(experts, columns)
+    programs = cdiv(tokens, rows) * cdiv(experts, columns)
     return rows, columns, depth, max(1, min(8, PROGRAMS // programs, hidden // (2 * depth)))
 
 
@@ -228,26 +229,26 @@ def route(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, groups: int, t
     if not tokens:
         return weights, ids
     grouped = topk_groups < groups
-    g2, per2 = ((triton.next_power_of_2(groups), triton.next_power_of_2(experts // groups)) if grouped
-                else (1, triton.next_power_of_2(experts)))
+    g2, per2 = ((next_power_of_2(groups), next_power_of_2(experts // groups)) if grouped
+                else (1, next_power_of_2(experts)))
     rule = {"GROUPS": groups if grouped else 1, "TOPK_GROUPS": topk_groups if grouped else 1, "G2": g2, "PER2": per2,
-            "TOPK": k, "APPENDED": appended, "OUT2": triton.next_power_of_2(k + appended),
+            "TOPK": k, "APPENDED": appended, "OUT2": next_power_of_2(k + appended),
             "SIGMOID": bias is not None, "RENORMALIZE": renormalize}
     if begun is None and _library_pays(x, weight):
         _choose_each[(tokens,)](_library_scores(x, weight), bias, weights, ids, tokens, experts, scale, num_warps=1,
                                 SPLITS=1, DEPENDENT=False, **rule)
         return weights, ids
     bt, be, bk, splits = _blocks(tokens, experts, hidden)
-    split_depth = triton.cdiv(triton.cdiv(hidden, bk), splits) * bk
+    split_depth = cdiv(cdiv(hidden, bk), splits) * bk
     logits = torch.empty(splits, tokens, experts, device=x.device)
-    e_blocks, blocks = triton.cdiv(experts, be), triton.cdiv(tokens, bt)
+    e_blocks, blocks = cdiv(experts, be), cdiv(tokens, bt)
     assert blocks <= TICKETS, "more tokens than a step may hold"
     at_once = bt == 1 or (not grouped and experts <= AT_ONCE)
     choice = {**rule, "SPLITS": splits, **dependent.options()}
     _route[(e_blocks * splits, blocks)](
         x, weight, bias, logits, (tickets := _tickets(x.device)), tickets if begun is None else begun, weights, ids,
         tokens, experts, hidden, x.stride(0), scale, split_depth, E_BLOCKS=e_blocks, BT=bt, BE=be, BK=bk,
-        LINES=triton.next_power_of_2(triton.cdiv(split_depth, 64)), CAST=x.dtype != weight.dtype, CHOOSE=at_once,
+        LINES=next_power_of_2(cdiv(split_depth, 64)), CAST=x.dtype != weight.dtype, CHOOSE=at_once,
         ROWS=min(bt, 16), TELLS=begun is not None, **choice)
     if not at_once:
         _choose_each[(tokens,)](logits, bias, weights, ids, tokens, experts, scale, num_warps=1, **choice)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.triton import dependent, sampling_edits
+from glowplug.kernels.triton.launch import cdiv, next_power_of_2
 from glowplug.kernels.triton.sampling_edits import RowEdits
 
 BLOCK = 2048  #: vocabulary entries a program; the same for every batch, since sums depend on it
@@ -262,9 +263,9 @@ class Grid(NamedTuple):
 
     @classmethod
     def over(cls, logits: Tensor) -> Grid:
-        blocks = triton.cdiv(logits.shape[1], BLOCK)
+        blocks = cdiv(logits.shape[1], BLOCK)
         return cls((logits.shape[0], blocks), (logits.shape[1], logits.stride(0), blocks),
-                   max(2, triton.next_power_of_2(blocks)))
+                   max(2, next_power_of_2(blocks)))
 
 
 def best(logits: Tensor, arrived: Tensor) -> Choice:

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.triton import dependent
+from glowplug.kernels.triton.launch import next_power_of_2
 
 #: bits of a row's flags
 PENALTIES, ALLOWED, LISTED = 1, 2, 4
@@ -117,6 +118,6 @@ def _observe(rows, tokens, counts, flags, table, int_stride, tokens_stride, voca
 def observe(tokens: Tensor, counts: Tensor, rows: Tensor, edits: RowEdits) -> None:
     """Count the first ``counts`` int32 [B] of tokens int64 [B, W] in the table, for rows int64 [B] with penalties."""
     if len(rows):
-        width = triton.next_power_of_2(max(2, tokens.shape[1]))
+        width = next_power_of_2(max(2, tokens.shape[1]))
         _observe[(len(rows),)](rows, tokens, counts, edits.flags, edits.table, edits.flags.stride(0), tokens.stride(0),
                                edits.table.shape[1], WIDTH=width, num_warps=1, **dependent.options())

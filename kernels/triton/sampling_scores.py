@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.triton import dependent, sampling
+from glowplug.kernels.triton.launch import next_power_of_2
 
 NONE: tl.constexpr = tl.constexpr(-0x7FFFFFFFFFFFFFFF)  # below the key of any logit
 
@@ -60,6 +61,6 @@ def token_logprobs(logits: Tensor, tokens: Tensor, peaks: Tensor, k: int,
         found = torch.empty(*grid.programs, most, dtype=torch.int64, device=device)
         _scores[grid.programs](
             logits, tokens, peaks, masses, found, scores, top_ids, top, arrived, *grid.sizes, K=most,
-            BLOCK=sampling.BLOCK, BLOCKS=grid.blocks, PLACES=max(2, triton.next_power_of_2(grid.sizes[2] * most)),
+            BLOCK=sampling.BLOCK, BLOCKS=grid.blocks, PLACES=max(2, next_power_of_2(grid.sizes[2] * most)),
             **dependent.options())
     return scores, top_ids[:, :k], top[:, :k]

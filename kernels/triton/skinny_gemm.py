@@ -14,6 +14,7 @@ from torch import Tensor
 
 from glowplug.kernels.triton import dependent
 from glowplug.kernels.triton.h200 import MULTIPROCESSORS
+from glowplug.kernels.triton.launch import cdiv, next_power_of_2
 
 
 class Tile(NamedTuple):
@@ -88,16 +89,16 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tens
     tokens, depth = x.shape
     size = weight.shape[0]
     out = torch.empty(tokens, size, dtype=x.dtype, device=x.device)
-    added, programs = weight if bias is None else bias, triton.cdiv(size, tile.rows)
+    added, programs = weight if bias is None else bias, cdiv(size, tile.rows)
     if not tokens:
         return out
     if tile.parts:
-        columns = max(16, triton.next_power_of_2(triton.cdiv(depth, tile.parts)))
-        _matrix[(programs, triton.cdiv(tokens, tile.tokens))](
+        columns = max(16, next_power_of_2(cdiv(depth, tile.parts)))
+        _matrix[(programs, cdiv(tokens, tile.tokens))](
             x, weight, added, out, tokens, size, depth, x.stride(0), TOKENS=tile.tokens, ROWS=tile.rows,
             PARTS=tile.parts, DEPTH=columns, BIAS=bias is not None, num_warps=tile.warps, **dependent.options())
     else:
         _vector[(programs,)](
             x, weight, added, out, size, depth, x.stride(0), TOKENS=tokens, ROWS=tile.rows,
-            DEPTH=triton.next_power_of_2(depth), BIAS=bias is not None, num_warps=tile.warps, **dependent.options())
+            DEPTH=next_power_of_2(depth), BIAS=bias is not None, num_warps=tile.warps, **dependent.options())
     return out

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from glowplug.kernels.triton import dependent
 from glowplug.kernels.triton.fp8_quant import GROUP
+from glowplug.kernels.triton.launch import cdiv, next_power_of_2
 from glowplug.kernels.triton.split_k import sum_parts
 
 FEWEST, MOST = 64, 512  #: bytes of W that a thread may hold
@@ -40,7 +41,7 @@ def _vector(x, x_scales, weight, w_scales, out, columns, depth, xs_stride, ws_st
 
 def groups_of(depth: int, splits: int) -> int:
     """Groups that a program makes room for."""
-    return triton.next_power_of_2(triton.cdiv(triton.cdiv(depth, GROUP), splits))
+    return next_power_of_2(cdiv(cdiv(depth, GROUP), splits))
 
 
 def fits(tokens: int, rows: int) -> bool:
@@ -55,7 +56,7 @@ def multiply(x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtyp
     depth, columns = x.shape[1], weight.shape[0]
     out = torch.empty(1, columns, dtype=dtype, device=x.device)
     into = out if splits == 1 else torch.empty(splits, 1, columns, dtype=torch.float32, device=x.device)
-    _vector[(triton.cdiv(columns, rows), splits)](
+    _vector[(cdiv(columns, rows), splits)](
         x, x_scales, weight, w_scales, into, columns, depth, x_scales.stride(1), w_scales.stride(0), ROWS=rows,
         GROUPS=groups_of(depth, splits), SPLITS=splits, num_warps=warps, **dependent.options())
     if splits > 1:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,6 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from glowplug.kernels.triton import dependent
 from glowplug.kernels.triton.h200 import MULTIPROCESSORS
+from glowplug.kernels.triton.launch import cdiv, next_power_of_2
 
 copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 ROWS = 64  #: of W a program
@@ -39,7 +39,7 @@ def fits(tokens: int, size: int, depth: int, dtype: torch.dtype, device: torch.d
     for 64, with cuBLAS 11.5 and 11.9.
     """
     return (FEWEST <= tokens <= MOST and depth % (SPLITS * STEP) == 0 and depth <= SPLITS * DEEPEST
-            and triton.cdiv(size, ROWS) * SPLITS <= MULTIPROCESSORS and dtype in (torch.bfloat16, torch.float16)
+            and cdiv(size, ROWS) * SPLITS <= MULTIPROCESSORS and dtype in (torch.bfloat16, torch.float16)
             and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9)
 
 
@@ -78,9 +78,9 @@ def multiply(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, K] times weight [N, K], both contiguous, transposed: float32 [T * SPLITS, N], each token's rows to be
     added up. For what ``fits``."""
     (tokens, depth), size = x.shape, weight.shape[0]
-    padded = max(16, triton.next_power_of_2(tokens))
+    padded = max(16, next_power_of_2(tokens))
     out = torch.empty(tokens * SPLITS, size, dtype=torch.float32, device=x.device)
-    slice_kernel[(triton.cdiv(size, ROWS), SPLITS)](
+    slice_kernel[(cdiv(size, ROWS), SPLITS)](
         _described(x, padded), _described(weight, ROWS), out, tokens, size, SPLITS=SPLITS,
         STEPS=depth // SPLITS // STEP, ROWS=ROWS, TOKENS=padded, num_warps=ROWS // 16, **dependent.options())
     return out

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.triton import dependent
+from glowplug.kernels.triton.launch import cdiv
 
 BLOCK_SIZE = 512  #: numbers a program adds up
 STEP = 128  #: columns of a step along the depth
@@ -34,5 +35,5 @@ def _sum_parts(parts, out, size, count, BLOCK_SIZE: tl.constexpr, DEPENDENT: tl.
 def sum_parts(parts: Tensor, out: Tensor) -> None:
     """parts float32 [S, M, N], added up in order into out [M, N]."""
     size = out.numel()
-    _sum_parts[(triton.cdiv(size, BLOCK_SIZE),)](parts, out, size, len(parts), BLOCK_SIZE=BLOCK_SIZE,
+    _sum_parts[(cdiv(size, BLOCK_SIZE),)](parts, out, size, len(parts), BLOCK_SIZE=BLOCK_SIZE,
                                                  **dependent.options())
