@@ -10,7 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+WORD = 4  #: bytes
 ALIGNED = 4  #: words at multiples of which each part begins
+INT = np.dtype(np.int32)
+ON_DEVICE = {INT: torch.int32, np.dtype(np.int64): torch.int64}
 FEW = 16  #: rows that ``index_select`` copies one after the other on a CUDA device
 
 
@@ -42,7 +45,7 @@ def send(parts: Seq[NDArray[Any]], device: torch.device) -> tuple[Tensor, ...]:
     middle of serving where it depends on the lengths of a step.
     """
     if device.type == "cpu":
-        return tuple(torch.from_numpy(part.astype(np.int64 if words(part) == 2 else np.int32)) for part in parts)
+        return tuple(torch.from_numpy(part.astype(width(part))) for part in parts)
     return sent(parts, lambda size: torch.empty(size, dtype=torch.int32, pin_memory=True), device)
 
 
@@ -51,21 +54,19 @@ def sent(parts: Seq[NDArray[Any]], pinned: Callable[[int], Tensor], device: torc
 
     NOTE: torch keeps pinned memory that was given back until the copies out of it have happened.
     """
-    starts = [0]
+    places, end = [], 0
     for part in parts:
-        starts.append(starts[-1] - -len(part) * words(part) // ALIGNED * ALIGNED)
-    packed = pinned(starts[-1])
+        size = len(part) * width(part).itemsize // WORD
+        places.append(slice(end, end + size))
+        end += -(-size // ALIGNED) * ALIGNED
+    packed = pinned(end)
     memory = packed.numpy()
-    for part, start in zip(parts, starts):
-        room = memory[start : start + len(part) * words(part)]
-        (room.view(np.int64) if words(part) == 2 else room)[:] = part
-    on_device, found = packed.to(device, non_blocking=True), []
-    for part, start in zip(parts, starts):
-        there = on_device[start : start + len(part) * words(part)]
-        found.append(there.view(torch.int64) if words(part) == 2 else there)
-    return tuple(found)
+    for part, place in zip(parts, places):
+        memory[place].view(width(part))[:] = part
+    on_device = packed.to(device, non_blocking=True)
+    return tuple(on_device[place].view(ON_DEVICE[width(part)]) for part, place in zip(parts, places))
 
 
-def words(part: NDArray[Any]) -> int:
-    """Of four bytes, that a number takes on the device."""
-    return 2 if part.dtype == np.int64 else 1
+def width(part: NDArray[Any]) -> np.dtype[Any]:
+    """What its numbers are on the device."""
+    return part.dtype if part.dtype in ON_DEVICE else INT

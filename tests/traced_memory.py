@@ -209,11 +209,12 @@ def fake_card() -> Iterator[Tally]:
     from_numpy, original = torch.from_numpy, placement.send
 
     def sent(parts: Any, device: Any) -> tuple[Any, ...]:
-        words = [len(part) * placement.words(part) for part in parts]
+        widths = [placement.width(part) for part in parts]
+        words = [len(part) * width.itemsize // placement.WORD for part, width in zip(parts, widths, strict=True)]
         sizes = [-(-size // placement.ALIGNED) * placement.ALIGNED for size in words]
         pieces = torch.empty(sum(sizes), dtype=torch.int32, device="cuda").split(sizes)
-        return tuple(piece[:size].view(torch.int64 if placement.words(part) == 2 else torch.int32)
-                     for piece, size, part in zip(pieces, words, parts, strict=True))
+        return tuple(piece[:size].view(placement.ON_DEVICE[width])
+                     for piece, size, width in zip(pieces, words, widths, strict=True))
 
     with ExitStack() as stack:
         patch = lambda where, name, value: stack.enter_context(mock.patch.object(where, name, value))  # noqa: E731
