@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 QUESTIONS, ANSWER = 4, 16  #: prompts asked again in every pause, and tokens of each answer
 SHOWN = 20  #: errors kept word for word
 WARM = 1 / 3  #: of the pauses, those before memory must be level
-FULL = 0.01  #: share of the pages that may be left in a cache that is called full
+FULL = 0.01  #: share of the pages, at least one, that may be left in a cache that is called full
 LOOK = 0.2  #: seconds between two looks at the file of --hold
 PATIENCE = 5.0  #: seconds that requests have to end in when it is told to hold; the others are given up
 
@@ -267,7 +267,8 @@ class Soak:
         return self.least_free / max(1, self.llm.plan.sizes.num_pages - 1)
 
     def _was_full(self) -> bool:
-        return self._least_share() <= FULL and self.llm.stats.preemptions > 0
+        pages = self.llm.plan.sizes.num_pages - 1
+        return self.least_free <= max(1, FULL * pages) and self.llm.stats.preemptions > 0
 
     def _device_memory(self) -> str:
         """Whose memory on the device was judged."""
