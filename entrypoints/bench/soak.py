@@ -101,7 +101,7 @@ class Soak:
         self.samples: list[Sample] = []
         self.failures: list[str] = []
         self.ends: Counter[str] = Counter()
-        self.least_free, self.answers_changed = sizes.num_pages - 1, 0
+        self.least_free, self.answers_changed = self._pages, 0
         self.loaded, self.held = 0.0, 0.0  # seconds
         self.memory = ProcessMemory()
         self._running: dict[Stream, Wanted] = {}
@@ -263,12 +263,15 @@ class Soak:
                          f"{self.llm.stats.preemptions} preemptions")
         return found[:SHOWN]
 
+    @property
+    def _pages(self) -> int:
+        return self.llm.plan.sizes.num_pages - 1
+
     def _least_share(self) -> float:
-        return self.least_free / max(1, self.llm.plan.sizes.num_pages - 1)
+        return self.least_free / max(1, self._pages)
 
     def _was_full(self) -> bool:
-        pages = self.llm.plan.sizes.num_pages - 1
-        return self.least_free <= max(1, FULL * pages) and self.llm.stats.preemptions > 0
+        return self.least_free <= max(1, FULL * self._pages) and self.llm.stats.preemptions > 0
 
     def _device_memory(self) -> str:
         """Whose memory on the device was judged."""
@@ -284,7 +287,7 @@ class Soak:
             "preemptions": stats.preemptions, "prompt_tokens": stats.prompt_tokens,
             "cached_tokens": stats.cached_tokens, "output_tokens": stats.output_tokens,
             "drafted_tokens": stats.drafted_tokens, "accepted_tokens": stats.accepted_tokens,
-            "pages": self.llm.plan.sizes.num_pages - 1, "least_free_share": self._least_share(),
+            "pages": self._pages, "least_free_share": self._least_share(),
             "was_full": self._was_full(), "device_memory": self._device_memory(), "growth_mib": self.growth(),
             "answers_changed": self.answers_changed, "failures": self.not_held(finished),
             "samples": [asdict(sample) for sample in self.samples],

@@ -32,5 +32,5 @@ def silu_and_mul(x: Tensor) -> Tensor:
     out = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
     if rows:
         _silu_and_mul[(rows, cdiv(size, BLOCK))](flat, out, flat.stride(0), size, BLOCK=BLOCK,
-                                                            **dependent.options())
+                                                 **dependent.options())
     return out

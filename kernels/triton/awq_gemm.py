@@ -212,5 +212,5 @@ def dequantize(packed: Tensor, factors: Tensor, depth: int, group: int, dtype: t
     blocks, columns, _ = packed.shape
     out = torch.empty(columns, depth, dtype=dtype, device=packed.device)
     _dequantize[(cdiv(columns, 64), blocks)](packed, factors, out, columns, depth, GROUP=group, BLOCK_N=64,
-                                                    num_warps=4, **dependent.options())
+                                             num_warps=4, **dependent.options())
     return out

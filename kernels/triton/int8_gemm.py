@@ -140,5 +140,5 @@ def gemm(x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: t
         EVEN=depth % chosen["BLOCK_K"] == 0, BIAS=bias is not None, SPLIT=split > 1, **chosen, **dependent.options())
     if split > 1:
         _finish[(rows, cdiv(columns, 512))](into, x_scales, w_scales, added, out, rows, columns, split,
-                                                   BIAS=bias is not None, BLOCK=512, **dependent.options())
+                                            BIAS=bias is not None, BLOCK=512, **dependent.options())
     return out

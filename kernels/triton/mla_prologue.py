@@ -262,7 +262,7 @@ def gather(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty(count, size, dtype=dtype, device=cache.device)
     if count:
         _gather[(cdiv(count, GATHERED),)](cache, slots, out, count, cache.stride(0), SIZE=size,
-                                                 BLOCK=next_power_of_2(size), ROWS=GATHERED)
+                                          BLOCK=next_power_of_2(size), ROWS=GATHERED)
     return out
 
 

@@ -92,5 +92,5 @@ def sum_placed(y: Tensor, place: Tensor, ids: Tensor, weights: Tensor) -> Tensor
     out = torch.empty(tokens, size, dtype=y.dtype, device=y.device)
     block = min(1024, next_power_of_2(size))
     _sum[(tokens, cdiv(size, block))](y, place, ids, weights, out, size, WIDTH=width, BLOCK=block,
-                                             **dependent.options())
+                                      **dependent.options())
     return out

@@ -35,5 +35,5 @@ def moe_sum(parts: Tensor, ids: Tensor) -> Tensor:
     if tokens:
         block = min(1024, next_power_of_2(size))
         _sum[(tokens, cdiv(size, block))](parts, ids, out, ids.stride(0), size, WIDTH=width, BLOCK=block,
-                                                 **dependent.options())
+                                          **dependent.options())
     return out

@@ -36,4 +36,4 @@ def sum_parts(parts: Tensor, out: Tensor) -> None:
     """parts float32 [S, M, N], added up in order into out [M, N]."""
     size = out.numel()
     _sum_parts[(cdiv(size, BLOCK_SIZE),)](parts, out, size, len(parts), BLOCK_SIZE=BLOCK_SIZE,
-                                                 **dependent.options())
+                                          **dependent.options())

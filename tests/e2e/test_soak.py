@@ -64,15 +64,15 @@ def test_a_cache_that_never_was_full_is_found_when_asked_for(tmp_path: Path) -> 
     assert found["least_free_share"] <= 1 / found["pages"] and found["preemptions"] > 0
 
 
-@pytest.mark.parametrize(("pages", "left", "preemptions", "full"), [
-    (20, 0, 1, True), (20, 1, 1, True), (20, 2, 1, False), (20, 0, 0, False), (400, 4, 1, True), (400, 5, 1, False)])
-def test_when_a_cache_is_called_full(pages: int, left: int, preemptions: int, full: bool, tmp_path: Path) -> None:
+def test_when_a_cache_is_called_full(tmp_path: Path) -> None:
     """A row that wants two pages of a small cache takes another's back while there is one."""
     with tiny(tmp_path) as llm:
         one = soaking(tmp_path, llm)
-        llm.plan = replace(llm.plan, sizes=replace(llm.plan.sizes, num_pages=pages + 1))
-        one.least_free, llm.stats.preemptions = left, preemptions
-        assert one.result()["was_full"] == full
+        for pages, left, preemptions, full in ((20, 0, 1, True), (20, 1, 1, True), (20, 2, 1, False), (20, 0, 0, False),
+                                               (400, 4, 1, True), (400, 5, 1, False)):
+            llm.plan = replace(llm.plan, sizes=replace(llm.plan.sizes, num_pages=pages + 1))
+            one.least_free, llm.stats.preemptions = left, preemptions
+            assert one.result()["was_full"] == full, (pages, left, preemptions)
 
 
 def test_it_holds_while_the_file_is_there_and_the_time_does_not_count(tmp_path: Path) -> None:
