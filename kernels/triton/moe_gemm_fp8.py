@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from glowplug.kernels.triton import dependent, fp8_quant, moe_gated_parts, tuned
+from glowplug.kernels.triton import dependent, fp8_quant, moe_gated_parts, moe_gemm_fp8_hopper, tuned
 from glowplug.kernels.triton.fp8_gemm import BLOCK, DTYPE, FETCH, add_scaled, fetch_weight, load_tile, load_weight
 from glowplug.kernels.triton.launch import cdiv
 from glowplug.kernels.triton.moe_align import align
@@ -270,6 +270,10 @@ def products(x: Tensor, x_scales: Tensor, w13: Tensor, scales13: Tensor, w2: Ten
              weights: Tensor, dtype: torch.dtype, config: Config) -> Tensor:
     """x [T, H] quantised, ids and weights float32 [T, K] -> weighted rows [T * K, H] for ``moe_sum``."""
     per_token, pairs, tile = ids.shape[1], ids.numel(), config["BLOCK_M"]
+    if "GROUP" in config:
+        order = align(ids, w13.shape[0], tile)
+        hidden = moe_gemm_fp8_hopper.gated(x, x_scales, w13, scales13, order, pairs, per_token, dtype, config)
+        return moe_gemm_fp8_hopper.down(*fp8_quant.quantize(hidden), w2, scales2, order, weights, dtype, config)
     tiles = tiles_of(ids, w13.shape[0], config)
     if config["FUSE"]:
         inner, inner_scales = gated_product(x, x_scales, w13, scales13, tiles, tile, pairs, per_token, config["first"])

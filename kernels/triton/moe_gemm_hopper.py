@@ -38,7 +38,7 @@ NAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 @gluon.jit
-def _halves(ring, layout: gl.constexpr):
+def halves(ring, layout: gl.constexpr):
     """The tiles of a ring [N, rows, depth] cut in two: [2 N, rows / 2, depth]."""
     shape: gl.constexpr = [2 * ring.shape[0], ring.shape[1] // 2, ring.shape[2]]
     if NAMED:
@@ -48,7 +48,7 @@ def _halves(ring, layout: gl.constexpr):
 
 
 @gluon.jit
-def _place_of(tile, m_blocks, n_blocks, group):
+def place_of(tile, m_blocks, n_blocks, group):
     """Row and column block of a tile: down ``group`` tiles of rows, then on to the next columns."""
     each = group * n_blocks
     first = tile // each * group
@@ -75,7 +75,7 @@ def _fetch(given, UP: gl.constexpr, GATHER: gl.constexpr, TOPK: gl.constexpr, PA
     size: gl.constexpr = (COLUMNS + (0 if GATHER else 64 * PARTS)) * DEPTH * 2
     step = 0
     for tile in range(gl.program_id(0), m_blocks * n_blocks, gl.num_programs(0)):
-        block, column_block = _place_of(tile, m_blocks, n_blocks, group)
+        block, column_block = place_of(tile, m_blocks, n_blocks, group)
         expert = gl.load(expert_of_block + block)
         place = block * 64 * PARTS
         if GATHER:
@@ -107,7 +107,7 @@ def _fetch(given, UP: gl.constexpr, GATHER: gl.constexpr, TOPK: gl.constexpr, PA
 
 
 @gluon.jit
-def _store(out, value, row, real, first, columns):
+def store_rows(out, value, row, real, first, columns):
     """value [M, N] into rows ``row`` of out [., columns] from column ``first`` on."""
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     column = first + gl.arange(0, value.shape[1], gl.SliceLayout(0, flat))
@@ -131,19 +131,19 @@ def _multiply(given, PART: gl.constexpr, UP: gl.constexpr, GATHER: gl.constexpr,
     steps = gl.cdiv(depth, DEPTH)
     tiles = m_blocks * n_blocks
     first = gl.program_id(0)
-    block, column_block = _place_of(first, m_blocks, n_blocks, group)
+    block, column_block = place_of(first, m_blocks, n_blocks, group)
     leader = gl.load(sorted_pairs + (block * PARTS + PART) * 64, mask=first < tiles, other=pairs)
     if PART > 0:
         if LEAD > 0:
             if first < tiles:
                 mbarrier.wait(turn, 0)
     for tile in range(first, tiles, gl.num_programs(0)):
-        block, column_block = _place_of(tile, m_blocks, n_blocks, group)
+        block, column_block = place_of(tile, m_blocks, n_blocks, group)
         place = (block * PARTS + PART) * 64 + gl.arange(0, 64, side)
         pair = gl.load(sorted_pairs + place)
         filled = leader < pairs
         after = tile + gl.num_programs(0)
-        next_block, _ = _place_of(after, m_blocks, n_blocks, group)
+        next_block, _ = place_of(after, m_blocks, n_blocks, group)
         leader = gl.load(sorted_pairs + (next_block * PARTS + PART) * 64, mask=after < tiles, other=pairs)
         if filled:
             acc = gl.zeros([64, COLUMNS], gl.float32, acc_layout)
@@ -166,14 +166,14 @@ def _multiply(given, PART: gl.constexpr, UP: gl.constexpr, GATHER: gl.constexpr,
             real = (pair < pairs).to(gl.int32)
             if UP:
                 gate, up = acc.reshape([64, 2, COLUMNS // 2]).permute((0, 2, 1)).split()
-                _store(out, gate / (1.0 + gl.exp(-gate)) * up, place, real, column_block * (COLUMNS // 2), columns)
+                store_rows(out, gate / (1.0 + gl.exp(-gate)) * up, place, real, column_block * (COLUMNS // 2), columns)
             else:
                 acc = acc * gl.load(weights + pair, mask=pair < pairs, other=0.0)[:, None]
                 if KEPT < TOPK:
                     pair = pair // TOPK * KEPT + pair % TOPK
                 low, high = acc.reshape([64, 2, COLUMNS // 2]).permute((0, 2, 1)).split()
-                _store(out, low, pair, real, column_block * COLUMNS, columns)
-                _store(out, high, pair, real, column_block * COLUMNS + COLUMNS // 2, columns)
+                store_rows(out, low, pair, real, column_block * COLUMNS, columns)
+                store_rows(out, high, pair, real, column_block * COLUMNS + COLUMNS // 2, columns)
         else:
             for _ in range(steps):
                 mbarrier.wait(full.index(step % RING), (step // RING) & 1)
@@ -208,7 +208,7 @@ def _grouped_hopper(x, x_at, w_at, out, weights, sorted_pairs, expert_of_block, 
     given = (out, weights, sorted_pairs, m_blocks, n_blocks, group, pairs, columns, depth, x_ring, w_ring, full, empty,
              turn)
     fetched = (x, x_at, w_at, sorted_pairs, expert_of_block, m_blocks, n_blocks, group, pairs, columns, depth, x_ring,
-               _halves(w_ring, shared), full, empty)
+               halves(w_ring, shared), full, empty)
     if PARTS == 2:
         gl.warp_specialize([
             (_multiply, (given, gl.constexpr(0), UP, GATHER, TOPK, KEPT, PARTS, COLUMNS, DEPTH, RING, LEAD)),
