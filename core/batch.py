@@ -39,6 +39,7 @@ class Batch:
     resumed: NDArray[np.bool_] | None = None  #: [B - D] the row's first chunk, and it begins behind a cached prefix
     prompt_logprobs: NDArray[np.bool_] | None = None  #: [B] log-probabilities of the chunk's own tokens are wanted
     agreed: StepShape | None = None  #: set by the engine: what ``ParallelStrategy.agree`` said for this step
+    longest: int = 0  #: keys of the longest row in any step that replays this one's pieces; 0: ``Sizes.positions``
     first_key: int = 0  #: cache positions before it hold nothing and are never attended to (a draft's batch: 1)
     segments: Segments = DIRECT  #: how the pieces of this step are run: as they come, or replayed from graphs
     # ---- set by the runner ------------------------------------------------------------------------------------------

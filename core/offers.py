@@ -90,6 +90,9 @@ class AttentionOffers(Offers):
         work: bytes that a prefill step holds on a device beside its queries and new cache entries, the output among
             them; None: nobody has counted, and the byte budget guesses.
         reserves: bytes that its ``reserve`` takes on a device beside the cache; None: none.
+        short_keys: keys up to which a row is short; 0: how long rows may become changes nothing.
+        short_rows: (heads of a rank) -> how many rows, of one token each, are decoded otherwise, and quicker, where
+            ``Batch.longest`` says that all of them are short.
     """
 
     kinds: frozenset[str] = frozenset()
@@ -100,6 +103,8 @@ class AttentionOffers(Offers):
     first_key: bool = False
     work: Callable[[AttentionStep], int] | None = None
     reserves: Callable[[DecodingRows], int] | None = None
+    short_keys: int = 0
+    short_rows: Callable[[int], range] | None = None
 
 
 @dataclass(frozen=True)

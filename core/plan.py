@@ -70,6 +70,8 @@ class Sizes:
     pass_tokens: tuple[int, ...] = ()  #: token counts, ascending, whose passes over prompts are captured in pieces
     extend_tokens: tuple[int, ...] = ()  #: the same of a draft's pass over a step's tokens, captured whole
     turns: tuple[int, ...] = ()  #: token counts of steps that may hold more than larger ones
+    short_keys: int = 0  #: of rows that attention decodes otherwise where no row is longer,
+    short_rows: tuple[int, ...] = ()  #: and batch sizes, ascending, that are captured for such rows as well
 
     @property
     def positions(self) -> int:

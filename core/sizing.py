@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from glowplug.core.draft import Draft
 from glowplug.core.errors import Refusal
 from glowplug.core.facts import ModelFacts
-from glowplug.core.memory.graph_bytes import extend_tokens, pass_tokens
+from glowplug.core.memory.graph_bytes import extend_tokens, pass_tokens, short_steps
 from glowplug.core.memory.layout import DTYPE_BYTES
 from glowplug.core.memory.step_bytes import RESERVED, workspace_lines
 from glowplug.core.mesh import axis_size
@@ -63,13 +63,15 @@ def size(draft: Draft) -> tuple[Sizes, tuple[BudgetLine, ...]] | None:
     cache = [BudgetLine("kv cache", pages * page * token, f"{pages} pages of {page} tokens, {token} bytes a token")]
     if beside:
         cache.append(BudgetLine("page states", pages * beside, "the target's hidden state of each page's last token"))
+    keys, short = short_steps(draft, rows, context + _ahead(draft))
     sizes = Sizes(context_length=context, max_running=rows, max_queued=draft.config.scheduler.max_queued_requests,
                   max_step_tokens=step_tokens, chunk_size=chunk, page_size=page, num_pages=pages,
                   kv_bytes=cache[0].bytes, width=draft.values["width"], draft_layers=draft.values["draft_layers"],
                   lookahead=draft.values["lookahead"], pass_tokens=pass_tokens(draft, step_tokens),
                   extend_tokens=extend_tokens(draft, step_tokens), turns=_turns(draft),
-                  **_page_bounds(draft, pages, rows, page, context))
-    draft.values["positions"] = sizes.positions
+                  **_page_bounds(draft, pages, rows, page, context),
+                  short_keys=keys, short_rows=short)
+    draft.values["positions"], draft.values["short_rows"] = sizes.positions, short
     _remark_draft(draft)
     return sizes, (*fixed, *cache)
 

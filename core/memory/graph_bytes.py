@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from glowplug.core.draft import Draft
 from glowplug.core.facts import ModelFacts
 from glowplug.core.memory.layout import DTYPE_BYTES
-from glowplug.core.offers import Mode
+from glowplug.core.offers import AttentionOffers, Mode
 from glowplug.core.options import GraphOptions
 from glowplug.core.parameters import stated
 from glowplug.core.plan import BudgetLine
@@ -85,6 +85,21 @@ def extend_tokens(draft: Draft, step_tokens: int) -> tuple[int, ...]:
     return pass_tokens(draft, step_tokens) if capturable else ()
 
 
+def short_steps(draft: Draft, rows: int, positions: int) -> tuple[int, tuple[int, ...]]:
+    """``Sizes.short_keys`` and ``Sizes.short_rows`` where ``rows`` sequences of so many ``positions`` may run: on one
+    rank, since others' rows may be longer, and without drafts."""
+    runner, attention = draft.first("graphs"), draft.first("attention")
+    if runner is None or not isinstance(runner.options, GraphOptions) or attention is None:
+        return 0, ()
+    offers = attention.offers
+    if (not isinstance(offers, AttentionOffers) or offers.short_rows is None or positions <= offers.short_keys
+            or draft.values["width"] > 1 or draft.values["ranks"] > 1):
+        return 0, ()
+    short = offers.short_rows(draft.facts.model.num_heads)
+    sizes = tuple(size for size in runner.options.sizes(rows) if size in short)
+    return (offers.short_keys, sizes) if sizes else (0, ())
+
+
 def graph_line(draft: Draft, rows: int, step_tokens: int, step_bytes: Callable[[int], int]) -> BudgetLine | None:
     """Where ``rows`` sequences may run, in steps of ``step_tokens`` at most; ``step_bytes`` of a number of tokens: what
     activations of such a step take. None without graphs. Says in the plan which batch sizes and token counts are
@@ -102,6 +117,10 @@ def graph_line(draft: Draft, rows: int, step_tokens: int, step_bytes: Callable[[
     _decide(draft, sizes, rows)
     counts, extends = pass_tokens(draft, step_tokens), extend_tokens(draft, step_tokens)
     how = f"{len(sizes)} batch sizes up to {sizes[-1]}"
+    context = draft.config.context_length or draft.facts.model.max_positions
+    _, short = short_steps(draft, rows, context)
+    if short:
+        how += f", {len(short)} of them for short rows too"
     if counts:
         _decide_counts(draft, counts, step_tokens)
         how += f", {len(counts)} token counts up to {counts[-1]}" + ", of the draft too" * bool(extends)
@@ -113,10 +132,10 @@ def graph_line(draft: Draft, rows: int, step_tokens: int, step_bytes: Callable[[
         pool = grown_pool_bytes(decoding, logits, passing)
     else:
         pool = pool_bytes(decoding + min(FEW, decoding) + logits, passing + min(GRAIN, passing))
-    columns = (draft.config.context_length or draft.facts.model.max_positions) // PAGE + 1
+    columns = context // PAGE + 1
     model, drafts = draft.facts.model, draft.values["lookahead"]
-    kept = kept_bytes(model, sizes, counts, columns, DTYPE_BYTES[draft.values["dtype"]], grows, extends)
-    driver = driver_bytes(len(sizes), model.num_layers, len(counts), drafts, len(extends))
+    kept = kept_bytes(model, sizes + short, counts, columns, DTYPE_BYTES[draft.values["dtype"]], grows, extends)
+    driver = driver_bytes(len(sizes + short), model.num_layers, len(counts), drafts, len(extends))
     return BudgetLine("graphs", driver + kept + pool, f"{how}, one pool")
 
 

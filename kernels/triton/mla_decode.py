@@ -17,15 +17,14 @@ import triton.language as tl
 from torch import Tensor
 
 from glowplug.kernels.triton import dependent, paged
-from glowplug.kernels.triton.h200 import MULTIPROCESSORS, SHORT
+from glowplug.kernels.triton.h200 import APART_ROWS, MANY_HEADS, MULTIPROCESSORS, SHORT
 from glowplug.kernels.triton.launch import cdiv, next_power_of_2
 from glowplug.kernels.triton.mla_merge import merge
 
 JOINED = 8  #: parts of a row's keys up to which who ends last joins them (not of tiles of 32 pairs: never measured)
-APART = 9  #: parts at most that W_UV's product joins instead,
-APART_ROWS = range(8, 33)  #: in steps of so many rows: measured with 8, 16 and 32, with one it gained nothing
-MANY_HEADS = 64  #: more of them in few rows of SHORT keys at most are cut narrower than the widest tile:
-#: (blocks of this many pairs at most, pairs of a block), so that there is about a program for every processor
+APART = 9  #: parts at most that W_UV's product joins instead, in steps of APART_ROWS rows
+#: of few short rows of many heads: (blocks of this many pairs at most, pairs of a block), so that there is about a
+#: program for every processor
 NARROW = ((33, 16), (64, 32))
 MANY_APART = range(1, 9)  #: in steps of so many such rows W_UV's product joins the parts; with 128 heads on an H200
 TICKETS = 1 << 16

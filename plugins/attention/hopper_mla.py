@@ -8,11 +8,11 @@ from glowplug.core.hookspecs import hookimpl
 from glowplug.core.mesh import axis_size
 from glowplug.core.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
 from glowplug.core.plan import Decision
-from glowplug.kernels.triton.h200 import SHORT_CONTEXT
+from glowplug.kernels.triton.h200 import SHORT, SHORT_CONTEXT
 from glowplug.plugins.attention.absorbed import AbsorbedOptions
 from glowplug.plugins.attention.flashmla import PAGE
 from glowplug.plugins.attention.library import HOPPER, SGL_KERNEL, SIXTEEN_BITS, check_kv_is_compute
-from glowplug.plugins.attention.measured import Line, line
+from glowplug.plugins.attention.measured import Line, line, short_rows
 from glowplug.plugins.attention.prefill_bytes import mla_bytes
 
 FIELD = "kernels.decode_attention"
@@ -35,7 +35,9 @@ def plan_remarks(context: CheckContext) -> list[Decision]:
     queries = width * context.facts.model.num_heads // axis_size("attn_tp", values["mesh"])
     used, short = line(queries, values["positions"], width), line(queries, SHORT_CONTEXT, width)
     why = f"rows of {queries} queries, as measured on an H200: {_words(used)}"
-    if short != used:
+    if short != used and values["short_rows"]:
+        why += f"; where no row of a captured step is longer than {SHORT} keys: {_words(short)}"
+    elif short != used:
         why += f"; with a context_length of at most {SHORT_CONTEXT}: {_words(short)}"
     return [Decision(FIELD, "by rows", "hopper_mla", why)]
 
@@ -55,7 +57,8 @@ def register_attention_backends() -> list[Component]:
         offers=AttentionOffers(
             kinds=frozenset({"mla"}), devices=frozenset({"cuda"}), compute=HOPPER, dtypes=SIXTEEN_BITS,
             kv_dtypes=SIXTEEN_BITS | {"fp8_e4m3"}, page_sizes=frozenset({PAGE}), tree=True, first_key=True,
-            modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER}, work=mla_bytes),
+            modes={**EVERY_MODE_GRAPH, Mode.PREFILL: Capture.EAGER}, work=mla_bytes, short_keys=SHORT,
+            short_rows=short_rows),
         summary="latent attention on Hopper, each step's decoding rows by what was measured fastest for their number, "
                 "heads and the longest that can come (FlashMLA or Triton; table in attention/measured.py), prefill by "
                 "FlashAttention-3")]

@@ -32,7 +32,7 @@ class HopperMla(FlashMla):
 
     def plan_decode(self, batch: Batch, slot: object | None, first: int, rows: int, width: int) -> None:
         self._by_own = (self._only_own or batch.first_key > 0 or batch.tree_mask is not None
-                        or fastest(width * self._heads, rows, self._longest, width) == "triton")
+                        or fastest(width * self._heads, rows, batch.longest or self._longest, width) == "triton")
         self.follows = self._by_own and self._own.follows
         planned = self._own.plan_decode if self._by_own else super().plan_decode
         planned(batch, slot, first, rows, width)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from glowplug.kernels.triton.h200 import SHORT
+from glowplug.kernels.triton.h200 import APART_ROWS, MANY_HEADS, SHORT
 
 Line = tuple[tuple[float, str], ...]  #: (most rows of a step, kernel), fewest rows first
 
@@ -48,6 +48,14 @@ def fastest(queries: int, rows: int, longest: float = math.inf, width: int = 1) 
 def line(queries: int, longest: float, width: int) -> Line:
     """The table's for so many ``queries``, as in :func:`fastest`."""
     return _nearest(FASTEST | FASTEST_SHORT if longest <= SHORT and width == 1 else FASTEST, queries)
+
+
+def short_rows(heads: int) -> range:
+    """How many rows of one token are decoded otherwise, and quicker, where none is longer than SHORT."""
+    if heads > MANY_HEADS:
+        most, kernel = line(heads, SHORT, 1)[0]
+        return range(1, 1 + int(most) if kernel == "triton" else 1)
+    return APART_ROWS if heads <= 16 else range(0)
 
 
 def fastest_mha(queries: int, rows: int) -> str:

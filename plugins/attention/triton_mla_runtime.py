@@ -19,10 +19,12 @@ from glowplug.plugins.attention.triton_mla import TritonMlaOptions
 
 @dataclass(frozen=True)
 class _Rows:
-    """Decoding rows of the step: page_table int32 [R, P], lens int32 [R], tree int64 [R, width] or None."""
+    """Decoding rows of the step: page_table int32 [R, P], lens int32 [R], none of them ever above ``longest``, tree
+    int64 [R, width] or None."""
 
     page_table: Tensor
     lens: Tensor
+    longest: int
     width: int
     first_key: int
     tree: Tensor | None
@@ -41,7 +43,8 @@ class TritonMla(PagedMla):
     def plan_decode(self, batch: Batch, slot: object | None, first: int, rows: int, width: int) -> None:
         own = slice(first, first + rows)
         tree = None if batch.tree_mask is None else batch.tree_mask[own]
-        self._rows = _Rows(batch.page_table[own], batch.kv_lens_device[own], width, batch.first_key, tree)
+        self._rows = _Rows(batch.page_table[own], batch.kv_lens_device[own], batch.longest or self._context, width,
+                           batch.first_key, tree)
 
     def decode(self, query: Tensor, kv: Tensor, scale: float, layer: MlaLayer) -> Tensor:
         rows, cut = self._cut(query, kv, layer)
@@ -61,7 +64,7 @@ class TritonMla(PagedMla):
         rows = self._rows
         assert rows is not None
         ring = ring_fits(query.dtype, kv.dtype, self._page_size, layer.lora_rank, layer.rope_dim, query.device)
-        return rows, tiling(len(rows.lens), rows.width, layer.heads, self._context, query.dtype, kv.dtype, ring, apart)
+        return rows, tiling(len(rows.lens), rows.width, layer.heads, rows.longest, query.dtype, kv.dtype, ring, apart)
 
     def _call(self, call: RaggedCall, query: Tensor, own: Tensor, kv: Tensor, layer: MlaLayer, out: Tensor) -> Tensor:
         """As the base's, but the one rotary part of all heads is read as it lies."""

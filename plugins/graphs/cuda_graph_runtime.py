@@ -12,7 +12,7 @@ import torch
 from glowplug.core.batch import Batch, shape_of
 from glowplug.core.errors import CaptureError
 from glowplug.core.offers import Mode
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan import EnginePlan, Sizes
 from glowplug.core.protocols import Steps, Worker
 from glowplug.core.request import SamplingParams
 from glowplug.plugins.graphs.cuda_graph import CudaGraphOptions
@@ -31,7 +31,8 @@ SELDOM = (SamplingParams(top_k=2), SamplingParams(presence_penalty=1.0), Samplin
 
 class CudaGraph:
     """See ``protocols.GraphRunner``. Captures from the largest batch size to the smallest, so that each finds room in
-    the memory of the one before. ``recorder`` and ``tape`` replace CUDA's graphs."""
+    the memory of the one before, and then some of them again for short rows (``Sizes.short_rows``). ``recorder`` and
+    ``tape`` replace CUDA's graphs."""
 
     def __init__(self, options: CudaGraphOptions, plan: EnginePlan, worker: Worker,
                  recorder: Recorder | None = None, tape: Tape | None = None) -> None:
@@ -40,11 +41,15 @@ class CudaGraph:
         self._passes, self._extends = Passes(), Extends()
         self._slots: dict[Mode, dict[int, Slot]] = {}
         self._sizes: dict[Mode, list[int]] = {}
+        self._short: dict[int, Slot] = {}
 
     def shapes(self, plan: EnginePlan) -> list[tuple[Mode, int, int]]:
-        width = plan.sizes.width
-        mode = Mode.DECODE if width == 1 else Mode.VERIFY
-        return [(mode, rows, width) for rows in reversed(self._options.sizes(plan.sizes.max_running))]
+        return [(shape.mode, shape.rows, shape.width) for shape in self._shapes(plan.sizes)]
+
+    def _shapes(self, sizes: Sizes) -> list[Shape]:
+        mode = Mode.DECODE if sizes.width == 1 else Mode.VERIFY
+        return [*(Shape.of(mode, rows, sizes) for rows in reversed(self._options.sizes(sizes.max_running))),
+                *(Shape.of(mode, rows, sizes, sizes.short_keys) for rows in reversed(sizes.short_rows))]
 
     def capture(self, steps: Steps, report: Callable[[int, int], None]) -> None:
         sizes, recorder = self._plan.sizes, self._recorder
@@ -52,7 +57,7 @@ class CudaGraph:
         if recorder is None:
             recorder = own = CudaRecorder(self._device)
             tape = CudaTape(own)
-        made = [Shape.of(mode, rows, sizes) for mode, rows, _ in self.shapes(self._plan)]
+        made = self._shapes(sizes)
         behind = len(made) + len(sizes.pass_tokens)
         total = behind + len(sizes.extend_tokens)
         gc.collect()
@@ -96,7 +101,8 @@ class CudaGraph:
         finally:
             sampler.leave(shape.spare)
         slot.seal()
-        self._slots.setdefault(shape.mode, {})[shape.rows] = slot
+        whole = shape.keys == self._plan.sizes.positions
+        (self._slots.setdefault(shape.mode, {}) if whole else self._short)[shape.rows] = slot
 
     def _pass_failed(self, error: Exception, made: Pass) -> None:
         """Who has not asked for passes is better served without one than not at all."""
@@ -122,7 +128,9 @@ class CudaGraph:
         sizes = self._sizes.get(shape.mode)
         if not sizes or shape.rows > sizes[-1] or batch.num_decodes < batch.num_rows:
             return None
-        return self._slots[shape.mode][sizes[bisect_left(sizes, shape.rows)]]
+        rows = sizes[bisect_left(sizes, shape.rows)]
+        short = self._short.get(rows) if shape.mode is Mode.DECODE else None
+        return short if short and batch.kv_lens.max(initial=0) <= short.shape.keys else self._slots[shape.mode][rows]
 
     def fill(self, slot: object, batch: Batch) -> Batch:
         assert isinstance(slot, Slot), "a slot of this runner's"
@@ -133,7 +141,7 @@ class CudaGraph:
 
     def close(self) -> None:
         self._extends.release()
-        self._slots, self._sizes, self._passes, self._extends = {}, {}, Passes(), Extends()
+        self._slots, self._sizes, self._short, self._passes, self._extends = {}, {}, {}, Passes(), Extends()
 
 
 def _no_rows(batch: Batch) -> Batch:

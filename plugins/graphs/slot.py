@@ -38,7 +38,8 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True)
 class Shape:
-    """What a slot holds: ``rows`` rows of ``width`` tokens and ``columns`` pages; the rest says where padding goes.
+    """What a slot holds: ``rows`` rows of ``width`` tokens, none of them longer than ``keys``, and as many ``columns``
+    of pages; the rest says where padding goes.
 
     ``spare``: row of the sequence table that is nobody's.
     """
@@ -46,14 +47,18 @@ class Shape:
     mode: Mode
     rows: int
     width: int
-    columns: int
+    keys: int
     page_size: int
     spare: int
 
     @staticmethod
-    def of(mode: Mode, rows: int, sizes: Sizes) -> Shape:
-        columns = -(-sizes.positions // sizes.page_size)
-        return Shape(mode, rows, sizes.width, columns, sizes.page_size, sizes.max_running)
+    def of(mode: Mode, rows: int, sizes: Sizes, keys: int = 0) -> Shape:
+        """``keys``: 0 for as many as there can be."""
+        return Shape(mode, rows, sizes.width, keys or sizes.positions, sizes.page_size, sizes.max_running)
+
+    @property
+    def columns(self) -> int:
+        return -(-self.keys // self.page_size)
 
     @property
     def fields(self) -> tuple[tuple[int, np.dtype[Any]], ...]:
@@ -125,7 +130,7 @@ class Slot:
             step=0, mode=self.shape.mode, rows=np.full(rows, self.shape.spare, np.int32),
             epochs=np.zeros(rows, np.int64), num_decodes=rows, query_lens=np.full(rows, width, np.int32),
             kv_lens=np.full(rows, self.shape.padded_length, np.int32), samples=np.ones(rows, np.bool_),
-            prompt_ids=np.zeros(0, np.int32), pages=self._pages[:, :1], segments=self,
+            prompt_ids=np.zeros(0, np.int32), pages=self._pages[:, :1], segments=self, longest=self.shape.keys,
             agreed=StepShape(self.shape.mode, rows, rows * width))
         offsets = self.shape.offsets
         made.positions, made.slots, made.row_ids, made.kv_lens_device = (
@@ -200,6 +205,7 @@ class Slot:
 
     def _fill_pages(self, pages: NDArray[np.int32], live: int) -> None:
         """Bring the page table up to date. Columns further right keep what they held: no row reads so far."""
+        pages = pages[:, : self.shape.columns]  # a row may have more, for tokens that are still to come
         given = pages.shape[1]
         columns = min(max(given, self.shape.padded_columns), self.shape.columns)
         self.batch.pages = self._pages[:, :columns]

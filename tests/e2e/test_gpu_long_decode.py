@@ -18,6 +18,7 @@ from torch import Tensor
 from glowplug import LLM, SamplingParams
 from glowplug.core.plugins import load_plugins
 from glowplug.entrypoints.cut_model import model_config, write_cut
+from glowplug.kernels.triton.h200 import SHORT
 from tests.gpu_logits import TEACHER, reference
 from tests.teacher_runtime import SCRIPTS, SEEN, score_prompts
 from tests.tiny import write_config
@@ -27,22 +28,23 @@ COSINE = 0.999
 
 def engine(folder: Path, device: str, context: int, **changes: Any) -> LLM:
     base = {"device": device, "skip_tokenizer": True, "weights": {"use": "random"}, "context_length": context,
-            "memory": {"kv_tokens": 4 * context}, "cache": {"use": "none"}}
+            "memory": {"kv_tokens": 9 * context}, "cache": {"use": "none"}}
     return LLM(model=str(folder), plugins=TEACHER, **{**base, **changes})
 
 
-def decoded(folder: Path, device: str, prompt: int, steps: int, context: int,
-            **changes: Any) -> list[tuple[list[int], Tensor]]:
-    """Whole sequences of a single request and of two at once, with the logits [steps, V] of their new tokens."""
+def decoded(folder: Path, device: str, prompt: int, steps: int, context: int, *,
+            batches: tuple[int, ...] = (1, 2), **changes: Any) -> list[tuple[list[int], Tensor]]:
+    """Whole sequences of a single request and of two at once (or of other ``batches``), with the logits [steps, V] of
+    their new tokens."""
     keeps = {"use": "keeper", "first": prompt, "count": steps}
     found = []
-    with engine(folder, device, context, sampling=keeps, scheduler={"max_running_requests": 2},
+    with engine(folder, device, context, sampling=keeps, scheduler={"max_running_requests": max(batches)},
                 **changes) as llm:
         vocab = llm.plan.facts.model.vocab_size
         sampler = llm._executor._engine.runner.sampler  # type: ignore[attr-defined]
         params = SamplingParams(temperature=0.0, max_tokens=steps, ignore_eos=True)
-        for seed, rows in ((1, 1), (2, 2)):
-            rng = np.random.default_rng(seed)
+        for rows in batches:
+            rng = np.random.default_rng(rows)
             prompts = [rng.integers(2, vocab, prompt).tolist() for _ in range(rows)]
             sampler.kept.fill_(float("nan"))
             done = llm.generate(prompts, params)
@@ -103,3 +105,12 @@ def test_v2_lite_at_one_and_two_rows(tmp_path: Path, backend: str, context: int)
     least = check(tmp_path, "cuda", 1024, 576, context, attention={"use": backend},
                   graphs={"use": "cuda_graph", "batch_sizes": [1, 2], "prefill": False})
     print(f"least cosine of 3 x 576 steps: {least:.6f}")
+
+
+@pytest.mark.gpu
+def test_rows_that_grow_past_what_is_short(tmp_path: Path) -> None:
+    """Eight rows are replayed as short ones, then as any, whose keys are cut otherwise."""
+    write_cut(model_config("v2lite", load_plugins()), tmp_path)
+    least = check(tmp_path, "cuda", SHORT - 20, 40, SHORT + 128, batches=(8,),
+                  graphs={"use": "cuda_graph", "batch_sizes": [8], "prefill": False})
+    print(f"least cosine of 8 x 40 steps around {SHORT} keys: {least:.6f}")

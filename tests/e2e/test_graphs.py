@@ -10,7 +10,7 @@ import pytest
 from glowplug import LLM, SamplingParams
 from glowplug.core.errors import CaptureError
 from glowplug.entrypoints.llm import Completion
-from tests import replaying_runtime
+from tests import replaying_runtime, short_rows, short_rows_runtime
 from tests.tiny import VOCAB, write_config
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -33,7 +33,7 @@ def engine(folder: Path, **config: Any) -> LLM:
         "weights": {"use": "random"}, "skip_tokenizer": True, "dtype": "float32", "device": "cpu",
         "context_length": 128, "memory": {"kv_tokens": 2048}, "scheduler": {"max_running_requests": 7},
         "graphs": {"use": "replaying", "batch_sizes": [1, 2, 4, 6]}}
-    return LLM(model=str(folder), plugins=["tests.replaying"], **{**base, **config})
+    return LLM(model=str(folder), plugins=["tests.replaying", "tests.short_rows"], **{**base, **config})
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -99,3 +99,31 @@ def test_a_capture_that_fails_says_where(folder: Path) -> None:
         assert list(runner._slots["decode"]) == [4]  # type: ignore[index]
         llm.generate(prompts(2), GREEDY)
         assert {rows for _, rows in runner.filled} == {4}
+
+
+def test_short_rows_have_slots_of_their_own(folder: Path) -> None:
+    """Up to as many keys as attention calls short, and not beyond; only batch sizes that it names, and no drafts."""
+    short: dict[str, Any] = {"attention": {"use": "short_mla", "page_size": 4}}
+    lengths = [(count, [3 + i for i in range(count)]) for count in (1, 3, 4, 5)]
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    for count, sizes in lengths:
+        given = [np.random.default_rng(n).integers(2, VOCAB, n).tolist() for n in sizes]
+        with engine(folder, graphs={"use": "eager"}) as llm:
+            wanted = tokens(llm.generate(given, params))
+        short_rows_runtime.PLANNED.clear()
+        with engine(folder, **short) as llm:
+            assert llm.plan.sizes.short_keys == short_rows.KEYS and llm.plan.sizes.short_rows == (2, 4)
+            begun = len(short_rows_runtime.PLANNED)
+            assert tokens(llm.generate(given, params)) == wanted
+        served = short_rows_runtime.PLANNED[begun:]
+        assert served
+        for rows, longest, told in served:
+            fits = rows in (2, 4) and longest <= short_rows.KEYS
+            assert told == (short_rows.KEYS if fits else llm.plan.sizes.positions), (rows, longest, told)
+        if count in (3, 4):
+            assert {longest for _, longest, told in served if told == short_rows.KEYS} >= {short_rows.KEYS}
+            assert {longest for _, longest, told in served if told != short_rows.KEYS} >= {short_rows.KEYS + 1}
+    for more in (NEXTN, {"context_length": short_rows.KEYS - 1}):
+        with engine(folder, **short, **more) as llm:
+            assert llm.plan.sizes.short_rows == ()
+            llm.generate(prompts(3), SamplingParams(temperature=0.0, max_tokens=4))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from glowplug.kernels import mla
+from glowplug.plugins.attention import measured
 from tests.kernels.shuffled_pages import shuffled_pages, slots_in_all
 
 pytest.importorskip("triton")
@@ -216,3 +217,15 @@ def test_few_rows_of_many_heads_are_cut_narrow() -> None:
         assert [cuts[rows].splits for rows in (1, 2, 4, 8, 16)] == [16, 8, 4, 4, 2]
         assert [rows for rows, cut in cuts.items() if cut.apart] == [1, 2, 4, 5, 8]
         assert all(cut.warps == (8 if cut.block_m == 64 else 4) for cut in cuts.values())
+
+
+@pytest.mark.parametrize("heads", [1, 8, 16, 32, 64, 65, 100, 128, 256])
+def test_short_rows_are_those_that_are_decoded_otherwise(heads: int) -> None:
+    """By the choice of kernels for an H200 and how the own one cuts (their parts' number apart)."""
+    def decoded(rows: int, longest: int) -> tuple[str, object]:
+        cut = kernel.tiling(rows, 1, heads, longest, torch.bfloat16, torch.bfloat16, True, True)
+        who = measured.fastest(heads, rows, longest)
+        return who, who == "triton" and (cut.apart, cut.block_m)
+
+    differ = [rows for rows in range(1, 300) if decoded(rows, measured.SHORT) != decoded(rows, 1 << 17)]
+    assert differ == list(measured.short_rows(heads))

@@ -95,11 +95,28 @@ def test_the_plan_says_who_decodes_how_many_rows(lite: Path, drafting: Path, plu
     few = "our own kernel up to 16 rows, FlashMLA beyond"
     assert decoding(planned(drafting, plugins, context_length=8192)).endswith(f"an H200: {few}")
     longer = decoding(planned(drafting, plugins, context_length=8400))
-    assert longer.endswith(f"an H200: FlashMLA; with a context_length of at most 8192: {few}")
+    assert longer.endswith(f"an H200: FlashMLA; where no row of a captured step is longer than 8320 keys: {few}")
+    eager = decoding(planned(drafting, plugins, context_length=8400, graphs={"use": "eager"}))
+    assert eager.endswith(f"an H200: FlashMLA; with a context_length of at most 8192: {few}")
     assert decoding(planned(drafting, plugins, speculative={"use": "nextn"}, context_length=4096)) == (
         "rows of 256 queries, as measured on an H200: FlashMLA")
     assert decoding(planned(drafting, plugins, {"kv_dtype": "fp8_e4m3"})) == "FlashMLA reads no cache of 8 bits here"
     assert not decoding(planned(lite, plugins, {"use": "triton_mla"}))
+
+
+def test_some_sizes_are_captured_for_short_rows_too(lite: Path, drafting: Path, plugins: PluginSet) -> None:
+    def found(folder: Path, attention: dict[str, Any] | None = None, **config: Any) -> tuple[int, tuple[int, ...]]:
+        plan = planned(folder, plugins, attention, **config)
+        line, sizes = next((line for line in plan.budget if line.name == "graphs"), None), plan.sizes
+        assert line is None or ("for short rows too" in line.how) == bool(sizes.short_rows)
+        return sizes.short_keys, sizes.short_rows
+
+    assert found(lite) == (measured.SHORT, (8, 12, 16, 24, 32))
+    assert found(drafting, context_length=8400) == (measured.SHORT, (1, 2, 3, 4, 6, 8, 12, 16))
+    assert found(drafting, graphs={"use": "cuda_graph", "batch_sizes": [5, 20]}) == (measured.SHORT, (5,))
+    for nothing in ({"context_length": 8192}, {"graphs": {"use": "eager"}}, {"speculative": {"use": "nextn"}}):
+        assert found(drafting, **nothing) == (0, ())
+    assert found(lite, {"use": "flashmla"}) == found(lite, {"use": "triton_mla"}) == (0, ())
 
 
 @pytest.mark.parametrize("name", ["hopper_mla", "fa3_mla", "flashmla", "flashinfer_mla"])

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from glowplug.core.memory.graph_bytes import driver_bytes
+from glowplug.core.memory.graph_bytes import PAGE, driver_bytes
+from glowplug.core.plan import EnginePlan
 from glowplug.core.plugins import PluginSet
 from tests.tiny import write_config
 from tests.traced_memory import planned as planned_for_card, plugins_of_the_card, written
@@ -19,11 +20,17 @@ SERVED = {("llama", 0, 0): (134, 142), ("v2", 0, 0): (136, 144), ("v3", 0, 0): (
           ("v3_fp8", 0, 0): (156, 164), ("deepseek-v2-lite", 3, 0): (460, 424),
           ("deepseek-v2-lite", 4, 0): (466, None), ("deepseek-v3", 4, 0): (2264, 1148),
           ("deepseek-v3", 5, 0): (2266, None)}
+#: NOTE: before batch sizes were captured for short rows as well, what is planned for these is left out
 
 
 @pytest.fixture(scope="module")
 def card() -> PluginSet:
     return plugins_of_the_card()
+
+
+def of_short_rows(plan: EnginePlan) -> int:
+    short, deep, columns = plan.sizes.short_rows, plan.facts.model.num_layers, plan.sizes.context_length // PAGE + 1
+    return driver_bytes(len(short), deep) - driver_bytes(0, deep) + sum(short) * columns * 4
 
 
 @pytest.mark.parametrize(("case", "grows"), [
@@ -40,7 +47,7 @@ def test_planned_is_what_was_served(case: tuple[str, int, int], grows: bool, car
     if drafted:
         config["speculative"] = {"use": "nextn", "steps": drafted}
     plan = planned_for_card(folder, card, **config)
-    found = next(line.bytes for line in plan.budget if line.name == "graphs")
+    found = next(line.bytes for line in plan.budget if line.name == "graphs") - of_short_rows(plan)
     served = SERVED[case][grows] * MIB
     low, high = served - max(UNDER, NEAR * served), served + max(NEAR * served, SMALL)
     assert low <= found <= high, (found / MIB, served / MIB)

@@ -1,0 +1,26 @@
+"""A plugin for tests: the attention backend "short_mla", which is "torch_mla" and wants some batch sizes captured for
+short rows as well."""
+from __future__ import annotations
+
+from typing import Literal
+
+from glowplug.core.component import Component
+from glowplug.core.hookspecs import hookimpl
+from glowplug.core.offers import EVERY_MODE_EAGER, AttentionOffers
+from glowplug.plugins.attention.torch_mla import TorchMlaOptions
+
+KEYS = 24
+ROWS = range(2, 5)
+
+
+class ShortMlaOptions(TorchMlaOptions):
+    use: Literal["short_mla"] = "short_mla"  # type: ignore[assignment]
+
+
+@hookimpl
+def register_attention_backends() -> list[Component]:
+    return [Component(
+        name="short_mla", options=ShortMlaOptions, factory="tests.short_rows_runtime:ShortMla",
+        offers=AttentionOffers(kinds=frozenset({"mla"}), modes=dict(EVERY_MODE_EAGER), first_key=True, short_keys=KEYS,
+                               short_rows=lambda heads: ROWS),
+        summary="torch_mla, told how long rows may be")]
