@@ -38,7 +38,8 @@ class LayerBytes:
         self.model, self.mesh, values = draft.facts.model, draft.values["mesh"], draft.values
         self.dtype: str = values["dtype"]
         self.element: int = DTYPE_BYTES[self.dtype]
-        self._card = next((card.name for card in draft.facts.hardware.devices), "")
+        devices = draft.facts.hardware.devices
+        self._card, self._compute = (devices[0].name, devices[0].compute) if devices else ("", 0)
         self.alone = values["ranks"] == 1
         self._packages = draft.facts.software.packages
         attention, scheme, ops = draft.first("attention"), draft.first("quantization"), draft.first("ops")
@@ -131,7 +132,7 @@ class LayerBytes:
         chosen = stated(model, "num_experts_per_tok") + riding
         step = ExpertsStep(tokens, chosen, count + riding, riding, model.hidden_size, inter, self.element,
                            self._ops.adds_parts and self.alone and riding == shared, self._options, self._packages,
-                           self.dtype, self._card)
+                           self.dtype, self._card, self._compute)
         work = (self._scheme.experts_work or gated_rows)(step)
         routed = step.pairs * 2 * SHOWN
         if riding == shared:

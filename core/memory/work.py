@@ -86,7 +86,7 @@ class ExpertsStep:
         options: of the scheme.
         packages: installed distributions.
         dtype: of activations, as torch names it.
-        card: its name, as the driver has it; "": none.
+        card: its name, as the driver has it; "": none; ``compute``: what it can, 90 for Hopper.
     """
 
     tokens: int
@@ -101,6 +101,7 @@ class ExpertsStep:
     packages: Mapping[str, str]
     dtype: str = ""
     card: str = ""
+    compute: int = 0
 
     @property
     def pairs(self) -> int:

@@ -14,9 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from glowplug.kernels.triton import fp8_quant, moe_gemm_fp8, tuned
+from glowplug.kernels.triton import fp8_quant, moe_fp8_tiles, moe_gemm_fp8, moe_gemm_fp8_hopper, moe_gemm_hopper, tuned
 from glowplug.kernels.triton.fp8_gemm import BLOCK
 from glowplug.kernels.triton.fp8_tuning_run import Log, Table, TuningRun, check_refusal, fitting_tiles, key, without
+from glowplug.kernels.triton.moe_align import Alignment
 from glowplug.kernels.triton.moe_tuning import microseconds
 from glowplug.kernels.triton.tuned import Config
 
@@ -25,6 +26,9 @@ ALIGNING = 4.0  #: microseconds of an alignment of few tokens
 PAIRED = 4  #: tokens up to which one pair a tile may win
 COLUMNS = 8  #: rows an expert gets from which columns of one tile may win side by side, among gates and ups
 SPLITS = (4, 7, 8)  #: parts of the depth that gates and ups of few pairs may be cut into
+LARGE = 16  #: rows an expert gets from which the kernel for Hopper may win,
+GROUPS = (1, 2, 4, 8)  #: with so many tiles above each other
+HALF = 2  #: bytes of a number of bfloat16
 SPLIT = 2  #: tokens up to which they are
 ROUNDS: Config = {"ORDER": "filled", "ROUND": 2}  #: what won there on an H200 with 8 to 128 tokens of V3
 Best = dict[tuple[str, int, bool], tuple[float, Config]]  #: (kind of product, rows a tile, one pair a tile)
@@ -46,7 +50,7 @@ class Problem(NamedTuple):
 
     @property
     def path(self) -> Path:
-        return tuned.FOLDER / moe_gemm_fp8.table_name(self.experts, self.inter, self.hidden)
+        return tuned.FOLDER / moe_fp8_tiles.table_name(self.experts, self.inter, self.hidden)
 
 
 @dataclass
@@ -68,6 +72,11 @@ class _Experts:
              tiles: moe_gemm_fp8.Tiles) -> object:
         tile, pairs, per_token = config["BLOCK_M"], ids.numel(), ids.shape[1]
         own = without(config, "BLOCK_M")
+        if "GROUP" in config:
+            order = Alignment(*tiles[:3], ends=tiles.filled)
+            if kind == "gated":
+                return moe_gemm_fp8_hopper.gated_product(*x, self.w13, self.scales13, ids, order, torch.bfloat16, own)
+            return moe_gemm_fp8_hopper.product(*x, self.w2, self.scales2, order, weights, torch.bfloat16, own)
         if kind == "gated":
             return moe_gemm_fp8.gated_product(*x, self.w13, self.scales13, tiles, tile, pairs, per_token, own)
         if kind == "plain":
@@ -91,6 +100,9 @@ def routing(problem: Problem, held: int, tokens: int, seed: int) -> tuple[Tensor
 def expert_candidates(tokens: int, problem: Problem) -> Iterator[tuple[str, Config]]:
     """(kind of product, configuration) by the rows that an expert gets."""
     load = tokens * problem.topk / problem.experts
+    if load >= LARGE and moe_gemm_hopper.supported() and moe_fp8_tiles.fits_hopper(problem.hidden, HALF):
+        for kind, group in product(("gated", "second"), GROUPS):
+            yield kind, {"BLOCK_M": moe_fp8_tiles.HOPPER_ROWS, "GROUP": group}
     for block in (16, 32, 64, 128):
         if (block > 16 and load < block / 4) or load > 8 * block:
             continue

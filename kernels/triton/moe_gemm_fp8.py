@@ -6,7 +6,6 @@ waits for the device.
 """
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +14,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from glowplug.kernels.triton import dependent, fp8_quant, moe_gated_parts, moe_gemm_fp8_hopper, tuned
-from glowplug.kernels.triton.fp8_gemm import BLOCK, DTYPE, FETCH, add_scaled, fetch_weight, load_tile, load_weight
+from glowplug.kernels.triton import (
+    dependent,
+    fp8_quant,
+    moe_fp8_tiles,
+    moe_gated_parts,
+    moe_gemm_fp8_hopper,
+    moe_gemm_hopper,
+)
+from glowplug.kernels.triton.fp8_gemm import BLOCK, FETCH, add_scaled, fetch_weight, load_tile, load_weight
 from glowplug.kernels.triton.launch import cdiv
 from glowplug.kernels.triton.moe_align import align
 from glowplug.kernels.triton.moe_sum import moe_sum
@@ -155,37 +161,15 @@ def _gated(x, x_scales, weight, stored, w_scales, values, scales, pairs, experts
     tl.store(scales + first // 128 * scale_stride + at, scale, mask=real)
 
 
-def rule(tokens: int, per_token: int, experts: int) -> Config:
-    """A configuration for a problem that nobody has tuned, by the rows that an expert gets."""
-    rows = tokens * per_token / experts
-    if rows <= 40:
-        block, each = 16 if rows <= 10 else 32, {"SWAP": True, "TMA": True, "num_warps": 4, "num_stages": 3}
-    else:
-        block, each = 128, {"SWAP": False, "TMA": True, "num_warps": 8, "num_stages": 3}
-    return {"BLOCK_M": block, "FUSE": block < 128, "PAIRED": tokens <= 1, "first": {**each, "BLOCK_N": 128},
-            "second": {**each, "BLOCK_N": 128}}
-
-
-def table_name(experts: int, inter: int, hidden: int) -> str:
-    return tuned.file_name(f"E={experts},N={inter},H={hidden}", DTYPE, (BLOCK, BLOCK))
-
-
 def fetch_of(tile: int) -> int:
     """Groups of the second product's weights to ask for early, where tiles have ``tile`` rows."""
     return FETCH if tile <= 32 else 0
 
 
-@lru_cache(maxsize=4096)
-def config_for(tokens: int, per_token: int, experts: int, inter: int, hidden: int) -> Config:
-    """``first`` and ``second`` product, rows a tile (``BLOCK_M``), whether the first activates (``FUSE``), and whether
-    a tile is one pair (``PAIRED``; left out: no).
-
-    A product: columns a program (``BLOCK_N``), are weights the left operand (``SWAP``) and read through descriptors
-    (``TMA``), whose programs lie side by side (``ORDER``: "columns" of one tile, "filled" tiles or, left out, "tiles"),
-    groups of the depth read side by side (``ROUND``; left out: 1), parts of the depth that gates and ups of paired
-    tiles are cut into (``SPLITS``; left out: 1), warps, stages.
-    """
-    return tuned.measured_for(table_name(experts, inter, hidden), tokens) or rule(tokens, per_token, experts)
+def config_for(tokens: int, per_token: int, experts: int, inter: int, hidden: int, dtype: torch.dtype) -> Config:
+    """See ``moe_fp8_tiles``. ``dtype``: of the results."""
+    has_hopper = moe_gemm_hopper.supported() and moe_fp8_tiles.fits_hopper(hidden, dtype.itemsize)
+    return moe_fp8_tiles.config_for(tokens, per_token, experts, inter, hidden, has_hopper)
 
 
 def _held(weight: Tensor, block_n: int, tma: bool) -> Tensor | TensorDescriptor:
@@ -270,10 +254,10 @@ def products(x: Tensor, x_scales: Tensor, w13: Tensor, scales13: Tensor, w2: Ten
              weights: Tensor, dtype: torch.dtype, config: Config) -> Tensor:
     """x [T, H] quantised, ids and weights float32 [T, K] -> weighted rows [T * K, H] for ``moe_sum``."""
     per_token, pairs, tile = ids.shape[1], ids.numel(), config["BLOCK_M"]
-    if "GROUP" in config:
+    if moe_fp8_tiles.on_hopper(config):
         order = align(ids, w13.shape[0], tile)
-        hidden = moe_gemm_fp8_hopper.gated(x, x_scales, w13, scales13, order, pairs, per_token, dtype, config)
-        return moe_gemm_fp8_hopper.down(*fp8_quant.quantize(hidden), w2, scales2, order, weights, dtype, config)
+        inner = moe_gemm_fp8_hopper.gated_product(x, x_scales, w13, scales13, ids, order, dtype, config["first"])
+        return moe_gemm_fp8_hopper.product(*inner, w2, scales2, order, weights, dtype, config["second"])
     tiles = tiles_of(ids, w13.shape[0], config)
     if config["FUSE"]:
         inner, inner_scales = gated_product(x, x_scales, w13, scales13, tiles, tile, pairs, per_token, config["first"])

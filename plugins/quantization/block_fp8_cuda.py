@@ -191,6 +191,7 @@ class Fp8ExpertsCuda:
         held = (self.w13, self.scales13, self.w2, self.scales2)
         if self._grouped is not None and self._grouped.pays(tokens, per_token, self.count):
             return self._grouped.experts(values, scales, *held, ids, weights, self._dtype)
-        config = moe_gemm_fp8.config_for(tokens, per_token, self.count, self.inter, self.shape.hidden)
+        config = moe_gemm_fp8.config_for(tokens, per_token, self.count, self.inter, self.shape.hidden,
+                                         self._dtype)
         rows = moe_gemm_fp8.products(values, scales, *held, ids, weights, self._dtype, config)
         return Parts(rows, ids) if self.shape.parts else moe_sum(rows, ids)

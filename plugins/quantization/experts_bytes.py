@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from glowplug.core.memory.work import SHOWN, ExpertsStep, Work, tiled_rows
-from glowplug.kernels.triton import moe_tiles, tuned
+from glowplug.kernels.triton import moe_fp8_tiles, moe_tiles, tuned
 from glowplug.kernels.triton.tuned import Config
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ DEEP_GEMM = ("sgl-deep-gemm", "deep-gemm")  #: packages that bring it
 MASKED_TOKENS = 512  #: of the largest steps in DeepGEMM's masked layout, where every expert has rows for all of them
 HALF = 2  #: bytes of a number of the libraries' results
 CUTLASS_WORKSPACE = 1 << 17  #: two descriptors for each processor and operand, and for those of results
+HOPPER = 90
 LAYOUT = 5  #: int32 numbers that say how a group's scales lie
 
 
@@ -93,7 +94,22 @@ def _by_load(step: ExpertsStep, wanted: str) -> Work:
     if grouped_pays(wanted, step.tokens, step.chosen, step.count) and any(
             step.packages.get(name) for name in DEEP_GEMM):
         return _grouped(step)
-    return step.summed(0, int(step.pairs * step.inter * (2 * step.element + CAST)))
+    inter = -(-step.inter // GROUP) * GROUP
+    has_hopper = step.compute == HOPPER and moe_fp8_tiles.fits_hopper(step.hidden, step.element)
+    config = moe_fp8_tiles.config_for(step.tokens, step.chosen, step.count, inter, step.hidden, has_hopper,
+                                      (step.card or "cpu", step.packages.get("triton", "")))
+    if moe_fp8_tiles.on_hopper(config):
+        return _on_hopper(step, config["BLOCK_M"])
+    return step.summed(0, int(step.pairs * inter * (2 * step.element + CAST)))
+
+
+def _on_hopper(step: ExpertsStep, tile: int) -> Work:
+    """See ``moe_gemm_fp8_hopper``: rows in order of experts, what is gated, the same as FP8, results."""
+    rows = tiled_rows(step.pairs, step.count, tile)
+    given, hidden, inner = (int(rows * size) for size in (
+        step.hidden * CAST, step.inter * step.element, step.inter * CAST))
+    kept = (step.pairs + rows + rows // tile) * SHOWN
+    return step.summed(kept + max(given + hidden, hidden + inner), kept + inner)
 
 
 def int8_experts(step: ExpertsStep) -> Work:

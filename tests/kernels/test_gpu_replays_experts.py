@@ -15,7 +15,16 @@ if not torch.cuda.is_available():
 
 from glowplug.kernels import fp8
 from glowplug.kernels.activation import silu_and_mul as silu_reference
-from glowplug.kernels.triton import fp8_quant, moe_align, moe_experts, moe_gemm_fp8, moe_sort, moe_sum, route
+from glowplug.kernels.triton import (
+    fp8_quant,
+    moe_align,
+    moe_experts,
+    moe_fp8_tiles,
+    moe_gemm_fp8,
+    moe_sort,
+    moe_sum,
+    route,
+)
 from glowplug.plugins.quantization.block_fp8_cuda import grouped
 from tests.kernels.replays import BF16, FP8_ERROR, Case, Results, check, distance, randn
 from tests.kernels.test_triton_route import reference
@@ -80,15 +89,21 @@ def fp8_case(tokens: int, hidden: int, inter: int, run: Callable[..., Tensor]) -
 @pytest.mark.parametrize("order", ["tiles", "columns"])
 @pytest.mark.parametrize("tokens", [1, 5, 33, 300])
 def test_fp8_experts(tokens: int, order: str) -> None:
-    rule = dict(moe_gemm_fp8.rule(tokens, 4, 11))
+    rule = dict(moe_fp8_tiles.rule(tokens, 4, 11, False))
     rule |= {part: {**rule[part], "ORDER": order} for part in ("first", "second")}
     check(fp8_case(tokens, 512, 256, lambda *given: moe_gemm_fp8.experts(*given, BF16, rule)))
+
+
+@pytest.mark.parametrize("group", [1, 8])
+@pytest.mark.parametrize("tokens", [1, 33, 130, 700])
+def test_fp8_experts_on_hopper(tokens: int, group: int) -> None:
+    check(fp8_case(tokens, 512, 256, lambda *given: moe_gemm_fp8.experts(*given, BF16, moe_fp8_tiles.hopper(group))))
 
 
 @pytest.mark.parametrize("splits", [2, 3, 4])
 @pytest.mark.parametrize("tokens", [1, 2, 5])
 def test_fp8_experts_of_paired_tiles_in_parts(tokens: int, splits: int) -> None:
-    rule = dict(moe_gemm_fp8.rule(tokens, 4, 11)) | {"PAIRED": True}
+    rule = dict(moe_fp8_tiles.rule(tokens, 4, 11, False)) | {"PAIRED": True}
     rule |= {"first": {**rule["first"], "SPLITS": splits}}
     check(fp8_case(tokens, 512, 256, lambda *given: moe_gemm_fp8.experts(*given, BF16, rule)))
 

@@ -15,7 +15,7 @@ if DEVICE == "cpu":
 
 from glowplug.kernels import fp8  # noqa: E402
 from glowplug.kernels.activation import silu_and_mul  # noqa: E402
-from glowplug.kernels.triton import fp8_quant, moe_gemm_fp8, tuned  # noqa: E402
+from glowplug.kernels.triton import fp8_quant, moe_fp8_tiles, moe_gemm_fp8, tuned  # noqa: E402
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 #: inner activations beside a rounding boundary may fall either way; the interpreter casts some of them wrongly
@@ -129,7 +129,7 @@ def test_the_table_of_v3(tokens: int, rows: int, columns: tuple[str, ...], monke
     groups of the depth at a time."""
     monkeypatch.setattr(tuned, "device_name", lambda: "NVIDIA_H200")
     monkeypatch.setattr(tuned, "triton_version", lambda: "3.6")
-    found = moe_gemm_fp8.config_for.__wrapped__(tokens, 9, 257, 2048, 7168)
+    found = moe_fp8_tiles.config_for.__wrapped__(tokens, 9, 257, 2048, 7168, False)
     assert found["BLOCK_M"] == rows
     assert tuple(part for part in ("first", "second") if found[part].get("ORDER") == "columns") == columns
     assert (found["first"].get("ORDER"), found["first"].get("ROUND", 1)) == (("filled", 2) if 8 <= tokens < 192 else
@@ -154,9 +154,10 @@ def test_ragged_depth() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("has_hopper", [False, True])
 @pytest.mark.parametrize("tokens", [1, 7, 33, 200, 700])
-def test_the_rule_on_a_device(tokens: int) -> None:
+def test_the_rule_on_a_device(tokens: int, has_hopper: bool) -> None:
     for seed in (0, 1):
         case = Case(tokens, 5, 17, 1024, 384, seed)
-        rule = moe_gemm_fp8.rule(tokens, 5, 17)
+        rule = moe_fp8_tiles.rule(tokens, 5, 17, has_hopper)
         close(case.found(dict(rule)), case.wanted())
