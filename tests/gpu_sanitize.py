@@ -54,8 +54,9 @@ ALL_CAPTURE = "test_gpu_replays"  #: what files without another test begin with
 #: would cost time: padding of tiles, pairs of absent experts, the end of a list, parts of a row that has fewer. Under
 #: initcheck these tensors are filled with NaN, or the largest integer: a test whose results hung on such a row fails.
 PADDED = ("mha_decode.mha_decode", "mla_decode.decode_parts", "moe_align.align", "moe_experts.begin", "moe_gemm.up",
-          "moe_gemm_awq.product", "moe_gemm_fp8.product", "moe_gemm_hopper.up", "moe_gemm_int8.product",
-          "moe_places.static", "moe_places.packed", "moe_sort.gather_rows", "fp8_quant.empty_quantized")
+          "moe_gemm_awq.product", "moe_gemm_fp8.product", "moe_gemm_fp8_hopper.gated", "moe_gemm_hopper.up",
+          "moe_gemm_int8.product", "moe_places.static", "moe_places.packed", "moe_sort.gather_rows",
+          "fp8_quant.empty_quantized")
 
 
 Job = tuple[Path, str, bool]  #: a file, a tool, the tests that capture?

@@ -1,10 +1,10 @@
 """Grouped products of routed experts in block FP8 on Hopper for loads at which tensor cores are what takes time, in
 Gluon: over an ``Alignment`` of 192 rows a block, with roles for warps.
 
-One warp fetches, three groups of four multiply 64 rows of a block each with the same weights, and take turns so that
-one's float32 sums fall into the others' products. A group of 128 numbers of the depth is multiplied in E4M3, its result
-scaled by its row's and its weight block's scales, which travel with the tiles, and added in float32. 64 rows that hold
-nothing but padding are neither fetched nor multiplied: of an expert's rows 32 are wasted on average.
+One warp fetches, three groups of four multiply 64 rows of a block each with the same weights, so that one's float32
+sums fall into the others' products. A group of 128 numbers of the depth is multiplied in E4M3, its result scaled by its
+row's and its weight block's scales, which travel with the tiles, and added in float32. 64 rows that hold nothing but
+padding are neither fetched nor multiplied: of an expert's rows 32 are wasted on average.
 """
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ PARTS = 3  #: and groups that share a tile's weights
 COLUMNS = 128  #: of a tile, as many as a block of weights with one scale; half gates, half ups in the first product
 DEPTH = 128
 RING = 5  #: parts of the depth that are on their way or being multiplied
-ORDER = 1
 MULTIPLYING, FETCHING = 160, 32  #: registers of a thread
 
 
@@ -94,46 +93,28 @@ def _cut(value):
 
 
 @gluon.jit
-def _multiply_group(rings, step, none, PART: gl.constexpr, PARTS: gl.constexpr, RING: gl.constexpr,
-                    ORDER: gl.constexpr):
+def _multiply_group(rings, full, empty, step, none, PART: gl.constexpr, PARTS: gl.constexpr, RING: gl.constexpr):
     """Of one group of the depth: the product, in the layout of ``none``, and what its rows' first and second half of
     columns are scaled by."""
-    x_ring, w_ring, x_scale_ring, w_scale_ring, full, empty, turns = rings
+    x_ring, w_ring, x_scale_ring, w_scale_ring = rings
     side: gl.constexpr = gl.SliceLayout(1, none.type.layout)
     stage = step % RING
     mbarrier.wait(full.index(stage), (step // RING) & 1)
-    if ORDER > 0:
-        mbarrier.wait(turns.index(PART), (step & 1) ^ (PART == 0))
     part = warpgroup_mma(x_ring.index(PARTS * stage + PART), w_ring.index(stage).permute((1, 0)), none, use_acc=False,
                          is_async=True)
-    if ORDER == 1:
-        mbarrier.arrive(turns.index((PART + 1) % PARTS), count=1)
     x_scale = x_scale_ring.index(stage).slice(PART * 64, 64).load(side)
     first = x_scale * w_scale_ring.index(stage).slice(0, 64).load(side)
     second = x_scale * w_scale_ring.index(stage).slice(64, 64).load(side)
     part = warpgroup_mma_wait(0, deps=[part])
-    if ORDER == 2:
-        mbarrier.arrive(turns.index((PART + 1) % PARTS), count=1)
     mbarrier.arrive(empty.index(stage), count=1)
     return part, first, second
 
 
 @gluon.jit
-def _pass_group(rings, step, PART: gl.constexpr, PARTS: gl.constexpr, RING: gl.constexpr, ORDER: gl.constexpr):
-    """The same of rows that are all padding."""
-    _, _, _, _, full, empty, turns = rings
-    mbarrier.wait(full.index(step % RING), (step // RING) & 1)
-    if ORDER > 0:
-        mbarrier.wait(turns.index(PART), (step & 1) ^ (PART == 0))
-        mbarrier.arrive(turns.index((PART + 1) % PARTS), count=1)
-    mbarrier.arrive(empty.index(step % RING), count=1)
-
-
-@gluon.jit
 def _multiply(given, PART: gl.constexpr, UP: gl.constexpr, PARTS: gl.constexpr, COLUMNS: gl.constexpr,
-              DEPTH: gl.constexpr, RING: gl.constexpr, ORDER: gl.constexpr):
+              DEPTH: gl.constexpr, RING: gl.constexpr):
     """The 64 rows from 64 * PART on of every tile of this program."""
-    out, weights, sorted_pairs, m_blocks, n_blocks, group, pairs, columns, depth, rings = given
+    out, weights, sorted_pairs, m_blocks, n_blocks, group, pairs, columns, depth, rings, full, empty = given
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     side: gl.constexpr = gl.SliceLayout(1, acc_layout)
     step = 0
@@ -156,7 +137,7 @@ def _multiply(given, PART: gl.constexpr, UP: gl.constexpr, PARTS: gl.constexpr, 
             else:
                 gate, up = none, 0.0
             for _ in range(steps):
-                part, gate_scale, up_scale = _multiply_group(rings, step, none, PART, PARTS, RING, ORDER)
+                part, gate_scale, up_scale = _multiply_group(rings, full, empty, step, none, PART, PARTS, RING)
                 if UP:
                     gate_part, up_part = _cut(part)
                     gate = _add(gate, gate_part, gate_scale)
@@ -175,14 +156,15 @@ def _multiply(given, PART: gl.constexpr, UP: gl.constexpr, PARTS: gl.constexpr, 
                 store_rows(out, high, pair, real, column_block * COLUMNS + COLUMNS // 2, columns)
         else:
             for _ in range(steps):
-                _pass_group(rings, step, PART, PARTS, RING, ORDER)
+                mbarrier.wait(full.index(step % RING), (step // RING) & 1)
+                mbarrier.arrive(empty.index(step % RING), count=1)
                 step += 1
 
 
 @gluon.jit(do_not_specialize=["pairs", "group"])
 def _grouped_fp8_hopper(x_at, w_at, x_scales, w_scales, out, weights, sorted_pairs, expert_of_block, num_padded,
                         pairs, columns, depth, n_blocks, group, x_stride, UP: gl.constexpr, PARTS: gl.constexpr,
-                        COLUMNS: gl.constexpr, DEPTH: gl.constexpr, RING: gl.constexpr, ORDER: gl.constexpr,
+                        COLUMNS: gl.constexpr, DEPTH: gl.constexpr, RING: gl.constexpr,
                         MULTIPLYING: gl.constexpr, FETCHING: gl.constexpr, DEPENDENT: gl.constexpr):
     """``x_at``, ``w_at``: tiles of 64 rows of E4M3 [R, depth] and [E * N, depth]. ``x_scales`` [depth / 128, x_stride],
     ``w_scales`` [E, N / 128, depth / 128]. ``out`` [., columns]: N, or with ``UP`` N / 2, gated."""
@@ -196,22 +178,19 @@ def _grouped_fp8_hopper(x_at, w_at, x_scales, w_scales, out, weights, sorted_pai
     w_scale_ring = gl.allocate_shared_memory(gl.float32, [RING, 128], plain)
     full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(PARTS):
-        mbarrier.init(turns.index(i), count=1)
     for i in gl.static_range(RING):
         mbarrier.init(full.index(i), count=33)  # the bytes expected, and every lane's scales
         mbarrier.init(empty.index(i), count=PARTS)
     fence_async_shared()
     m_blocks = gl.load(num_padded) // (64 * PARTS)
     given = (out, weights, sorted_pairs, m_blocks, n_blocks, group, pairs, columns, depth,
-             (x_ring, w_ring, x_scale_ring, w_scale_ring, full, empty, turns))
+             (x_ring, w_ring, x_scale_ring, w_scale_ring), full, empty)
     fetched = (x_at, w_at, x_scales, w_scales, sorted_pairs, expert_of_block, m_blocks, n_blocks, group, pairs, columns,
                depth, x_stride, x_ring, halves(w_ring, shared), x_scale_ring, w_scale_ring, full, empty)
     gl.warp_specialize([
-        (_multiply, (given, gl.constexpr(0), UP, PARTS, COLUMNS, DEPTH, RING, ORDER)),
-        (_multiply, (given, gl.constexpr(1), UP, PARTS, COLUMNS, DEPTH, RING, ORDER)),
-        (_multiply, (given, gl.constexpr(2), UP, PARTS, COLUMNS, DEPTH, RING, ORDER)),
+        (_multiply, (given, gl.constexpr(0), UP, PARTS, COLUMNS, DEPTH, RING)),
+        (_multiply, (given, gl.constexpr(1), UP, PARTS, COLUMNS, DEPTH, RING)),
+        (_multiply, (given, gl.constexpr(2), UP, PARTS, COLUMNS, DEPTH, RING)),
         (_fetch, (fetched, UP, PARTS, COLUMNS, DEPTH, RING))],
         [4, 4, 1], [MULTIPLYING, MULTIPLYING, FETCHING])
 
@@ -230,7 +209,7 @@ def _launch(x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, out: Te
     _grouped_fp8_hopper[(programs,)](
         _tiled(x), _tiled(weight), x_scales, scales, out, x_scales if up else weights, order.sorted_pairs,
         order.expert_of_block, order.num_padded, pairs, columns, depth, n_blocks, config["GROUP"], x_scales.stride(1),
-        UP=up, PARTS=PARTS, COLUMNS=COLUMNS, DEPTH=DEPTH, RING=RING, ORDER=ORDER, MULTIPLYING=MULTIPLYING,
+        UP=up, PARTS=PARTS, COLUMNS=COLUMNS, DEPTH=DEPTH, RING=RING, MULTIPLYING=MULTIPLYING,
         FETCHING=FETCHING, num_warps=4, **dependent.options())
     return out
 

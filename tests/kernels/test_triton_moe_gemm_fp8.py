@@ -137,6 +137,23 @@ def test_the_table_of_v3(tokens: int, rows: int, columns: tuple[str, ...], monke
     assert found["second"].get("ROUND", 1) == 1
 
 
+@pytest.mark.parametrize(("tokens", "rows"), [(895, 32), (896, 192), (1024, 192), (2048, 192), (2049, 192)])
+def test_the_table_of_v3_with_the_kernel_for_hopper(tokens: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuned, "device_name", lambda: "NVIDIA_H200")
+    monkeypatch.setattr(tuned, "triton_version", lambda: "3.6")
+    found = moe_fp8_tiles.config_for.__wrapped__(tokens, 9, 257, 2048, 7168, True)
+    assert found["BLOCK_M"] == rows and moe_fp8_tiles.on_hopper(found) == (rows == 192)
+    assert moe_fp8_tiles.config_for.__wrapped__(tokens, 9, 257, 2048, 7168, True, ("NVIDIA H200", "3.6.0")) == found
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 16), (34, 16), (35, 32), (136, 32), (137, 192), (5000, 192)])
+def test_the_rule_on_hopper_by_load(tokens: int, rows: int) -> None:
+    """Of 17 experts, 5 a token; elsewhere many rows get Triton's tiles."""
+    found = moe_fp8_tiles.rule(tokens, 5, 17, True)
+    assert found["BLOCK_M"] == rows and moe_fp8_tiles.on_hopper(found) == (rows == 192)
+    assert moe_fp8_tiles.rule(tokens, 5, 17, False)["BLOCK_M"] == min(rows, 128)
+
+
 def test_experts_elsewhere_count_for_nothing() -> None:
     case = Case(6, 2, 3, 128, 128, seed=9)
     case.ids[2] = -1

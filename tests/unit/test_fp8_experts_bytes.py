@@ -67,6 +67,22 @@ def test_a_step_that_may_hold_more_than_larger_ones_is_measured(experts: str) ->
     assert fp8_turns(given.options) == ((MASKED_TOKENS,) if experts == "deep_gemm_masked" else ())
 
 
+@pytest.mark.parametrize("element", [2, 4])
+def test_our_own_hold_rows_in_order_where_the_kernel_for_hopper_is(element: int) -> None:
+    """Of 16 bits. V3's 8192 tokens fill up to 122,496 rows of 192 a tile; rows that were gathered, what is gated."""
+    there = replace(step(8192, "triton", element), compute=90)
+    found, elsewhere = fp8_experts(there), fp8_experts(replace(there, compute=80))
+    if element == 4:
+        assert found == elsewhere
+        return
+    rows = (8192 * 9 + 257 * 191) // 192 * 192
+    wanted = rows * (7168 * (1 + 4 / 128) + 2048 * 2)
+    assert 0 <= found.most - wanted < 2 * MIB and found.left == elsewhere.left
+    assert found.most < elsewhere.most
+    sizes = [fp8_experts(replace(there, tokens=tokens)).most for tokens in (128, 512, 1142, 1143, 2048, 8192)]
+    assert sizes == sorted(sizes)
+
+
 @pytest.mark.parametrize(("experts", "turns"), [("auto", ()), ("deep_gemm_masked", (MASKED_TOKENS,))])
 def test_the_plan_says_which_steps(experts: str, turns: tuple[int, ...], tmp_path: Path) -> None:
     plan = planned(written(tmp_path, "deepseek-v3", 4), plugins_of_the_card(), context_length=4096,

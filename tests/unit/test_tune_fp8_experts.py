@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from glowplug.core.protocols import ExpertsShape
 from glowplug.core.tuning import LayerShapes
-from glowplug.kernels.triton import moe_fp8_tuning
+from glowplug.kernels.triton import moe_fp8_tiles, moe_fp8_tuning
 from glowplug.plugins.quantization.tune_fp8_experts import Fp8ExpertsTuner
 
 V3 = moe_fp8_tuning.Problem(257, 9, 7168, 2048, 1)
@@ -28,6 +28,24 @@ def test_candidates_fit_and_pair_up(tokens: int) -> None:
     few = tokens < 4096
     assert orders["second"] == ({None, "columns"} if few else {None})
     assert orders["gated"] == {None, *(["columns"] if tokens == 512 else []), *(["filled"] if few else [])}
+
+
+@pytest.mark.parametrize(("tokens", "wanted"), [(256, False), (457, True), (4096, True)])
+def test_large_steps_may_go_to_hoppers_kernel(tokens: int, wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tiles(problem: moe_fp8_tuning.Problem) -> dict[str, set[int]]:
+        found = [each for each in moe_fp8_tuning.expert_candidates(tokens, problem) if "GROUP" in each[1]]
+        return {kind: {config["GROUP"] for each, config in found if each == kind} for kind, _ in found}
+
+    assert not tiles(V3), "no such card here"
+    monkeypatch.setattr(moe_fp8_tuning.moe_gemm_hopper, "supported", lambda: True)
+    assert tiles(V3) == (dict.fromkeys(("gated", "second"), {1, 2, 4, 8}) if wanted else {})
+    assert not tiles(V3._replace(hidden=7200)), "parts of blocks"
+
+
+def test_what_is_measured_for_hopper_is_a_configuration_that_is_understood() -> None:
+    best = {(kind, 192, False): (1.0, {"BLOCK_M": 192, "GROUP": 1}) for kind in ("gated", "second")}
+    _, chosen = moe_fp8_tuning._cheapest(best)
+    assert chosen == moe_fp8_tiles.hopper(1) and moe_fp8_tiles.on_hopper(chosen)
 
 
 def test_the_cheapest_pair_shares_a_tile_size() -> None:
