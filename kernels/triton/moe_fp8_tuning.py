@@ -26,10 +26,10 @@ ALIGNING = 4.0  #: microseconds of an alignment of few tokens
 PAIRED = 4  #: tokens up to which one pair a tile may win
 COLUMNS = 8  #: rows an expert gets from which columns of one tile may win side by side, among gates and ups
 SPLITS = (4, 7, 8)  #: parts of the depth that gates and ups of few pairs may be cut into
+SPLIT = 2  #: tokens up to which they are
 LARGE = 16  #: rows an expert gets from which the kernel for Hopper may win,
 GROUPS = (1, 2, 4, 8)  #: with so many tiles above each other
 HALF = 2  #: bytes of a number of bfloat16
-SPLIT = 2  #: tokens up to which they are
 ROUNDS: Config = {"ORDER": "filled", "ROUND": 2}  #: what won there on an H200 with 8 to 128 tokens of V3
 Best = dict[tuple[str, int, bool], tuple[float, Config]]  #: (kind of product, rows a tile, one pair a tile)
 

@@ -14,14 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from glowplug.kernels.triton import (
-    dependent,
-    fp8_quant,
-    moe_fp8_tiles,
-    moe_gated_parts,
-    moe_gemm_fp8_hopper,
-    moe_gemm_hopper,
-)
+from glowplug.kernels.triton import dependent, fp8_quant, moe_fp8_tiles, moe_gated_parts, moe_gemm_fp8_hopper
 from glowplug.kernels.triton.fp8_gemm import BLOCK, FETCH, add_scaled, fetch_weight, load_tile, load_weight
 from glowplug.kernels.triton.launch import cdiv
 from glowplug.kernels.triton.moe_align import align
@@ -164,12 +157,6 @@ def _gated(x, x_scales, weight, stored, w_scales, values, scales, pairs, experts
 def fetch_of(tile: int) -> int:
     """Groups of the second product's weights to ask for early, where tiles have ``tile`` rows."""
     return FETCH if tile <= 32 else 0
-
-
-def config_for(tokens: int, per_token: int, experts: int, inter: int, hidden: int, dtype: torch.dtype) -> Config:
-    """See ``moe_fp8_tiles``. ``dtype``: of the results."""
-    has_hopper = moe_gemm_hopper.supported() and moe_fp8_tiles.fits_hopper(hidden, dtype.itemsize)
-    return moe_fp8_tiles.config_for(tokens, per_token, experts, inter, hidden, has_hopper)
 
 
 def _held(weight: Tensor, block_n: int, tma: bool) -> Tensor | TensorDescriptor:

@@ -22,7 +22,7 @@ from glowplug.core.protocols import (
     Worker,
 )
 from glowplug.kernels import fp8
-from glowplug.kernels.triton import fp8_quant, moe_gemm_fp8
+from glowplug.kernels.triton import fp8_quant, moe_fp8_tiles, moe_gemm_fp8, moe_gemm_hopper
 from glowplug.kernels.triton.moe_sum import moe_sum
 from glowplug.plugins.quantization.block_fp8_runtime import BlockFp8
 from glowplug.plugins.quantization.block_fp8_weights import (
@@ -147,6 +147,7 @@ class Fp8ExpertsCuda:
         self.shape, self._dtype, self._native = shape, dtype, native
         self.count, self.inter = shape.count + shape.shared, whole_blocks(shape.inter)
         self._grouped = grouped if shape.hidden % BLOCK == 0 else None  #: libraries want whole blocks
+        self._has_hopper = moe_gemm_hopper.supported() and moe_fp8_tiles.fits_hopper(shape.hidden, dtype.itemsize)
         kind = {"dtype": torch.float8_e4m3fn, "device": device}
         self.w13 = torch.empty(self.count, 2 * self.inter, shape.hidden, **kind)
         self.w2 = torch.empty(self.count, shape.hidden, self.inter, **kind)
@@ -191,7 +192,7 @@ class Fp8ExpertsCuda:
         held = (self.w13, self.scales13, self.w2, self.scales2)
         if self._grouped is not None and self._grouped.pays(tokens, per_token, self.count):
             return self._grouped.experts(values, scales, *held, ids, weights, self._dtype)
-        config = moe_gemm_fp8.config_for(tokens, per_token, self.count, self.inter, self.shape.hidden,
-                                         self._dtype)
+        config = moe_fp8_tiles.config_for(tokens, per_token, self.count, self.inter, self.shape.hidden,
+                                          self._has_hopper)
         rows = moe_gemm_fp8.products(values, scales, *held, ids, weights, self._dtype, config)
         return Parts(rows, ids) if self.shape.parts else moe_sum(rows, ids)
