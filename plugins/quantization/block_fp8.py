@@ -35,8 +35,8 @@ class BlockFp8Options(QuantizationOptions):
     experts: Literal["auto", "triton", "deep_gemm", "deep_gemm_masked", "cutlass"] = Field(
         "auto", description="who multiplies routed experts in FP8 on a CUDA device; auto: DeepGEMM where it is "
                             "installed, experts get many rows each and the dtype has 16 bits, our own kernels "
-                            "otherwise; deep_gemm_masked: its masked layout for steps of up to 512 tokens, auto for "
-                            "larger ones; cutlass: sgl_kernel's grouped product",
+                            "otherwise (the plan says which); deep_gemm_masked: its masked layout for steps of up "
+                            "to 512 tokens, auto for larger ones; cutlass: sgl_kernel's grouped product",
         json_schema_extra={"provider": "experts"})
 
     def dequantizes(self, device: str, offers: QuantizationOffers) -> bool:

@@ -9,7 +9,7 @@ from glowplug.core.hookspecs import hookimpl
 from glowplug.core.plan import Decision
 from glowplug.kernels.cards import TILES
 from glowplug.kernels.triton import tuned
-from glowplug.plugins.quantization import gemm_order
+from glowplug.plugins.quantization import experts_order, gemm_order
 
 MADE_FOR = re.compile(r"device_name=(?P<card>[^,]+),.*triton=(?P<triton>[\d.]+)\.json")
 FIELD = "kernels.tables"
@@ -25,7 +25,7 @@ def plan_remarks(context: CheckContext) -> list[Decision]:
     if context.values["device"] != "cuda" or not version or not cards or {device.compute for device in devices} - TILES:
         return []
     tables = made_for(path.name for path in tuned.FOLDER.glob("*.json"))
-    others = gemm_order.remark(context), head_remark(context, min(cards), version)
+    others = gemm_order.remark(context), experts_order.remark(context), head_remark(context, min(cards), version)
     return [remark(cards, tuned.minor(version), tables), *(each for each in others if each)]
 
 
