@@ -63,7 +63,7 @@ def size(draft: Draft) -> tuple[Sizes, tuple[BudgetLine, ...]] | None:
     cache = [BudgetLine("kv cache", pages * page * token, f"{pages} pages of {page} tokens, {token} bytes a token")]
     if beside:
         cache.append(BudgetLine("page states", pages * beside, "the target's hidden state of each page's last token"))
-    keys, short = short_steps(draft, rows, context + _ahead(draft))
+    keys, short = short_steps(draft, rows, context)
     sizes = Sizes(context_length=context, max_running=rows, max_queued=draft.config.scheduler.max_queued_requests,
                   max_step_tokens=step_tokens, chunk_size=chunk, page_size=page, num_pages=pages,
                   kv_bytes=cache[0].bytes, width=draft.values["width"], draft_layers=draft.values["draft_layers"],

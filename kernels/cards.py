@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-TILES = frozenset({90, 100, 103})  #: compute capabilities; only the first has been run
+HOPPER = 90  #: its compute capability
+TILES = frozenset({HOPPER, 100, 103})  #: compute capabilities; only the first has been run
 TRITON = 80  #: the first that Triton itself supports
-LIBRARIES = frozenset({90})  #: those on which other libraries' 8-bit products have been tried, and are called
+LIBRARIES = frozenset({HOPPER})  #: those on which other libraries' 8-bit products have been tried, and are called
 
 
 def unfit_for_libraries() -> str:

@@ -85,15 +85,15 @@ def extend_tokens(draft: Draft, step_tokens: int) -> tuple[int, ...]:
     return pass_tokens(draft, step_tokens) if capturable else ()
 
 
-def short_steps(draft: Draft, rows: int, positions: int) -> tuple[int, tuple[int, ...]]:
-    """``Sizes.short_keys`` and ``Sizes.short_rows`` where ``rows`` sequences of so many ``positions`` may run: on one
-    rank, since others' rows may be longer, and without drafts."""
+def short_steps(draft: Draft, rows: int, context: int) -> tuple[int, tuple[int, ...]]:
+    """``Sizes.short_keys`` and ``Sizes.short_rows`` where ``rows`` sequences of at most ``context`` tokens may run: on
+    one rank, since others' rows may be longer, and without drafts."""
     runner, attention = draft.first("graphs"), draft.first("attention")
     if runner is None or not isinstance(runner.options, GraphOptions) or attention is None:
         return 0, ()
-    offers = attention.offers
-    if (not isinstance(offers, AttentionOffers) or offers.short_rows is None or positions <= offers.short_keys
-            or draft.values["width"] > 1 or draft.values["ranks"] > 1):
+    offers, width = attention.offers, draft.values["width"]
+    if (not isinstance(offers, AttentionOffers) or offers.short_rows is None or width > 1
+            or context + width + draft.values["lookahead"] <= offers.short_keys or draft.values["ranks"] > 1):
         return 0, ()
     short = offers.short_rows(draft.facts.model.num_heads)
     sizes = tuple(size for size in runner.options.sizes(rows) if size in short)

@@ -21,7 +21,6 @@ from glowplug.kernels.triton.split_k import splits_for, sum_parts
 from glowplug.kernels.triton.tuned import Config
 
 BLOCK = 128
-DTYPE = "fp8_w8a8"
 FETCH = 4  #: groups of a few tokens' weights that a program asks for while the kernel in front drains
 
 
@@ -135,7 +134,7 @@ def rule(rows: int, columns: int, depth: int) -> Config:
 def config_for(rows: int, columns: int, depth: int) -> Config:
     """The table's or the rule's: tiles of ``_gemm``, or rows of the weight that a program of ``skinny_gemm_fp8`` holds
     (``HELD``), warps and the parts of the depth (``SPLIT_K``)."""
-    name = tuned.file_name(tuned.problem(columns, depth), DTYPE, (BLOCK, BLOCK))
+    name = tuned.file_name(tuned.problem(columns, depth), tuned.FP8, (BLOCK, BLOCK))
     return tuned.measured_for(name, rows, lambda config: "HELD" not in config or skinny_gemm_fp8.fits(
         rows, config["HELD"])) or rule(rows, columns, depth)
 

@@ -16,7 +16,6 @@ from functools import lru_cache
 from glowplug.kernels.triton import tuned
 from glowplug.kernels.triton.tuned import Config
 
-DTYPE = "fp8_w8a8"
 BLOCK = 128
 HOPPER_ROWS = 192  #: a tile of ``moe_gemm_fp8_hopper``
 FEW = 40  #: rows that an expert gets up to which narrow tiles are quicker
@@ -47,7 +46,7 @@ def rule(tokens: int, per_token: int, experts: int, has_hopper: bool) -> Config:
 
 def table_name(experts: int, inter: int, hidden: int, machine: tuple[str, str] | None = None) -> str:
     """The file of this machine's table, or of another: see ``tuned.file_name``."""
-    return tuned.file_name(f"E={experts},N={inter},H={hidden}", DTYPE, (BLOCK, BLOCK), machine)
+    return tuned.file_name(f"E={experts},N={inter},H={hidden}", tuned.FP8, (BLOCK, BLOCK), machine)
 
 
 def fits_hopper(hidden: int, element: int) -> bool:

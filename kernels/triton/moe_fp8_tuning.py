@@ -73,7 +73,7 @@ class _Experts:
         tile, pairs, per_token = config["BLOCK_M"], ids.numel(), ids.shape[1]
         own = without(config, "BLOCK_M")
         if "GROUP" in config:
-            order = Alignment(*tiles[:3], ends=tiles.filled)
+            order = Alignment(*tiles[:3], ends=tiles.filled)  # nobody asks for ends
             if kind == "gated":
                 return moe_gemm_fp8_hopper.gated_product(*x, self.w13, self.scales13, ids, order, torch.bfloat16, own)
             return moe_gemm_fp8_hopper.product(*x, self.w2, self.scales2, order, weights, torch.bfloat16, own)

@@ -23,7 +23,17 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from glowplug.kernels.triton import dependent, fp8_quant
 from glowplug.kernels.triton.moe_align import Alignment
-from glowplug.kernels.triton.moe_gemm_hopper import copy_rows, copy_tile, halves, place_of, processors, store_rows
+from glowplug.kernels.triton.moe_gemm_hopper import (
+    copy_rows,
+    copy_tile,
+    cut,
+    halves,
+    pass_over,
+    place_of,
+    processors,
+    store_gated,
+    store_weighted,
+)
 from glowplug.kernels.triton.moe_sort import gather_rows
 from glowplug.kernels.triton.tuned import Config
 
@@ -87,12 +97,6 @@ def _add(total, part, scale):
 
 
 @gluon.jit
-def _cut(value):
-    """value [M, N] -> its halves [M, N / 2]."""
-    return value.reshape([value.shape[0], 2, value.shape[1] // 2]).permute((0, 2, 1)).split()
-
-
-@gluon.jit
 def _multiply_group(rings, full, empty, step, none, PART: gl.constexpr, PARTS: gl.constexpr, RING: gl.constexpr):
     """Of one group of the depth: the product, in the layout of ``none``, and what its rows' first and second half of
     columns are scaled by."""
@@ -133,13 +137,13 @@ def _multiply(given, PART: gl.constexpr, UP: gl.constexpr, PARTS: gl.constexpr, 
         if filled:
             none = gl.zeros([64, COLUMNS], gl.float32, acc_layout)
             if UP:
-                gate, up = _cut(none)
+                gate, up = cut(none)
             else:
                 gate, up = none, 0.0
             for _ in range(steps):
                 part, gate_scale, up_scale = _multiply_group(rings, full, empty, step, none, PART, PARTS, RING)
                 if UP:
-                    gate_part, up_part = _cut(part)
+                    gate_part, up_part = cut(part)
                     gate = _add(gate, gate_part, gate_scale)
                     up = _add(up, up_part, up_scale)
                 else:
@@ -148,17 +152,11 @@ def _multiply(given, PART: gl.constexpr, UP: gl.constexpr, PARTS: gl.constexpr, 
             pair = gl.load(sorted_pairs + row)
             real = (pair < pairs).to(gl.int32)
             if UP:
-                store_rows(out, gate / (1.0 + gl.exp(-gate)) * up, row, real, column_block * (COLUMNS // 2), columns)
+                store_gated(out, gate, up, row, real, column_block, columns)
             else:
-                gate = gate * gl.load(weights + pair, mask=pair < pairs, other=0.0)[:, None]
-                low, high = _cut(gate)
-                store_rows(out, low, pair, real, column_block * COLUMNS, columns)
-                store_rows(out, high, pair, real, column_block * COLUMNS + COLUMNS // 2, columns)
+                store_weighted(out, gate, weights, pair, pairs, pair, real, column_block, columns)
         else:
-            for _ in range(steps):
-                mbarrier.wait(full.index(step % RING), (step // RING) & 1)
-                mbarrier.arrive(empty.index(step % RING), count=1)
-                step += 1
+            step = pass_over(full, empty, step, steps, RING)
 
 
 @gluon.jit(do_not_specialize=["pairs", "group"])

@@ -119,6 +119,37 @@ def store_rows(out, value, row, real, first, columns):
 
 
 @gluon.jit
+def cut(value):
+    """value [M, N] -> its halves [M, N / 2]."""
+    return value.reshape([value.shape[0], 2, value.shape[1] // 2]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def store_gated(out, gate, up, row, real, column_block, columns):
+    """silu(gate) * up into rows ``row`` of out [., columns]."""
+    store_rows(out, gate / (1.0 + gl.exp(-gate)) * up, row, real, column_block * gate.shape[1], columns)
+
+
+@gluon.jit
+def store_weighted(out, value, weights, pair, pairs, row, real, column_block, columns):
+    """value times each pair's weight into rows ``row`` of out [., columns]."""
+    value = value * gl.load(weights + pair, mask=pair < pairs, other=0.0)[:, None]
+    low, high = cut(value)
+    store_rows(out, low, row, real, column_block * value.shape[1], columns)
+    store_rows(out, high, row, real, column_block * value.shape[1] + low.shape[1], columns)
+
+
+@gluon.jit
+def pass_over(full, empty, step, steps, RING: gl.constexpr):
+    """Nothing to multiply with the next ``steps`` tiles of the ring; the step behind them."""
+    for _ in range(steps):
+        mbarrier.wait(full.index(step % RING), (step // RING) & 1)
+        mbarrier.arrive(empty.index(step % RING), count=1)
+        step += 1
+    return step
+
+
+@gluon.jit
 def _multiply(given, PART: gl.constexpr, UP: gl.constexpr, GATHER: gl.constexpr, TOPK: gl.constexpr,
               KEPT: gl.constexpr, PARTS: gl.constexpr, COLUMNS: gl.constexpr, DEPTH: gl.constexpr, RING: gl.constexpr,
               LEAD: gl.constexpr):
@@ -165,20 +196,15 @@ def _multiply(given, PART: gl.constexpr, UP: gl.constexpr, GATHER: gl.constexpr,
             mbarrier.arrive(empty.index((step + RING - 1) % RING), count=1)
             real = (pair < pairs).to(gl.int32)
             if UP:
-                gate, up = acc.reshape([64, 2, COLUMNS // 2]).permute((0, 2, 1)).split()
-                store_rows(out, gate / (1.0 + gl.exp(-gate)) * up, place, real, column_block * (COLUMNS // 2), columns)
+                gate, up = cut(acc)
+                store_gated(out, gate, up, place, real, column_block, columns)
             else:
-                acc = acc * gl.load(weights + pair, mask=pair < pairs, other=0.0)[:, None]
+                row = pair
                 if KEPT < TOPK:
-                    pair = pair // TOPK * KEPT + pair % TOPK
-                low, high = acc.reshape([64, 2, COLUMNS // 2]).permute((0, 2, 1)).split()
-                store_rows(out, low, pair, real, column_block * COLUMNS, columns)
-                store_rows(out, high, pair, real, column_block * COLUMNS + COLUMNS // 2, columns)
+                    row = pair // TOPK * KEPT + pair % TOPK
+                store_weighted(out, acc, weights, pair, pairs, row, real, column_block, columns)
         else:
-            for _ in range(steps):
-                mbarrier.wait(full.index(step % RING), (step // RING) & 1)
-                mbarrier.arrive(empty.index(step % RING), count=1)
-                step += 1
+            step = pass_over(full, empty, step, steps, RING)
 
 
 @gluon.jit(do_not_specialize=["pairs", "group"])

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 FOLDER = Path(__file__).resolve().parent.parent / "configs"
+FP8 = "fp8_w8a8"  #: weights and activations in block FP8, in names of files
 CUBLAS = "cublas"  #: a head's "way" at numbers of rows for which no kernel of ours is faster
 Config = Mapping[str, Any]
 Measured = TypeVar("Measured")

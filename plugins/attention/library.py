@@ -5,10 +5,11 @@ from collections.abc import Iterator
 
 from glowplug.core.component import Check, CheckContext
 from glowplug.core.errors import Refusal
+from glowplug.kernels import cards
 from glowplug.plugins.attention.absorbed import check_absorbed
 
 SGL_KERNEL = "sglang-kernel"  #: the distribution; it is imported as ``sgl_kernel``
-HOPPER = frozenset({90})
+HOPPER = frozenset({cards.HOPPER})
 SIXTEEN_BITS = frozenset({"bfloat16", "float16"})
 LATENT, ROTARY, NOPE, VALUE = 512, 64, 128, 128  #: DeepSeek-V2's and V3's sizes of a head
 

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from glowplug.core.memory.work import SHOWN, ExpertsStep, Work, tiled_rows
+from glowplug.kernels.cards import HOPPER
 from glowplug.kernels.triton import moe_fp8_tiles, moe_tiles, tuned
 from glowplug.kernels.triton.tuned import Config
 
@@ -25,7 +26,6 @@ DEEP_GEMM = ("sgl-deep-gemm", "deep-gemm")  #: packages that bring it
 MASKED_TOKENS = 512  #: of the largest steps in DeepGEMM's masked layout, where every expert has rows for all of them
 HALF = 2  #: bytes of a number of the libraries' results
 CUTLASS_WORKSPACE = 1 << 17  #: two descriptors for each processor and operand, and for those of results
-HOPPER = 90
 LAYOUT = 5  #: int32 numbers that say how a group's scales lie
 
 

@@ -6,40 +6,32 @@ from __future__ import annotations
 
 from glowplug.core.component import CheckContext
 from glowplug.core.memory.layout import DTYPE_BYTES
-from glowplug.core.offers import QuantizationOffers
 from glowplug.core.plan import Decision
 from glowplug.kernels.cards import LIBRARIES as LIBRARY_CARDS
 from glowplug.kernels.triton import moe_fp8_tiles
 from glowplug.plugins.quantization.block_fp8 import BlockFp8Options
 from glowplug.plugins.quantization.experts_bytes import DEEP_GEMM, GROUP, LEAST_LOAD, by_dtype
+from glowplug.plugins.quantization.gemm_order import on_device
 
 FIELD = "quantization.experts"
 
 
 def remark(context: CheckContext) -> Decision | None:
     """Of a plan for CUDA devices that our kernels are made for; None where nothing is left to be chosen."""
-    scheme, model = context.chosen.get("quantization", ()), context.facts.model
-    if not scheme or not model.n_routed_experts:
+    options, model, dtype = on_device(context), context.facts.model, context.values["dtype"]
+    if not isinstance(options, BlockFp8Options) or options.experts != "auto" or not model.n_routed_experts:
         return None
-    options, offers = scheme[0].options, scheme[0].offers
-    if not isinstance(options, BlockFp8Options) or options.experts != "auto" or (
-            isinstance(offers, QuantizationOffers) and options.dequantizes("cuda", offers)):
-        return None
-    element, dtype = DTYPE_BYTES[context.values["dtype"]], context.values["dtype"]
-    cards = {card.compute for card in context.facts.hardware.devices}
-    if by_dtype("auto", element) != "auto":
+    if by_dtype("auto", DTYPE_BYTES[dtype]) != "auto":
         return _own(f"DeepGEMM makes no {dtype}")
     if model.hidden_size % GROUP:
         return _own(f"DeepGEMM wants hidden sizes in blocks of {GROUP}, not {model.hidden_size}")
-    if cards - LIBRARY_CARDS:
+    if {card.compute for card in context.facts.hardware.devices} - LIBRARY_CARDS:
         return _own("other libraries' products were not tried on this card")
     if any(context.facts.software.packages.get(name) for name in DEEP_GEMM):
         return Decision(FIELD, "by load", "facts", f"as measured on an H200, DeepGEMM in steps that give an expert "
                         f"{LEAST_LOAD} rows or more on average, our own kernels in smaller ones")
-    large = f", warps with roles from {moe_fp8_tiles.FEW} rows an expert on" * moe_fp8_tiles.fits_hopper(
-        model.hidden_size, element)
-    return _own(f"DeepGEMM is not installed{large}; with it (pip install {DEEP_GEMM[0]}) V3's experts took up to a "
-                "fifth less time in large steps on an H200")
+    return _own(f"DeepGEMM is not installed, warps with roles from {moe_fp8_tiles.FEW} rows an expert on; with it (pip "
+                f"install {DEEP_GEMM[0]}) V3's experts took up to a fifth less time in large steps on an H200")
 
 
 def _own(why: str) -> Decision:

@@ -69,17 +69,22 @@ AWQ = Choice("awq_gemm", {"triton": (), "cublas": ()}, AWQ_ROWS, everywhere=True
 CHOICES: Mapping[type[QuantizationOptions], Choice] = {BlockFp8Options: FP8, W8A8Int8Options: INT8, AwqOptions: AWQ}
 
 
+def on_device(context: CheckContext) -> QuantizationOptions | None:
+    """Options of the plan's scheme, where weights stay as narrow on CUDA devices as they are stored."""
+    for scheme in context.chosen.get("quantization", ())[:1]:
+        options, offers = scheme.options, scheme.offers
+        if isinstance(options, QuantizationOptions) and isinstance(offers, QuantizationOffers):
+            return None if options.dequantizes("cuda", offers) else options
+    return None
+
+
 def remark(context: CheckContext) -> Decision | None:
     """Who multiplies where ``quantization.gemm`` is left to be chosen, and of what is installed it is chosen."""
-    machine, scheme = context.facts.hardware, context.chosen.get("quantization", ())
+    machine, options = context.facts.hardware, on_device(context)
     cards = {card.compute for card in machine.devices}
-    options = scheme[0].options if scheme else None
     if not isinstance(options, BlockFp8Options | W8A8Int8Options | AwqOptions) or options.gemm != "auto":
         return None
     choice = next(choice for kind, choice in CHOICES.items() if isinstance(options, kind))
-    offers = scheme[0].offers
-    if isinstance(offers, QuantizationOffers) and options.dequantizes("cuda", offers):
-        return None
     if context.values["device"] != "cuda" or not cards <= TILES:
         return None
     if not choice.everywhere and not cards <= LIBRARY_CARDS:

@@ -37,7 +37,7 @@ class Fp8GemmTuner:
                 continue
             columns, depth = sum(shape.outputs), shape.inputs
             problem = tuned.problem(columns, depth)
-            path = tuned.FOLDER / tuned.file_name(problem, fp8_gemm.DTYPE, (BLOCK, BLOCK))
+            path = tuned.FOLDER / tuned.file_name(problem, tuned.FP8, (BLOCK, BLOCK))
             both = set(rows_in(path)) & set(providers_in(provider_path(), problem))
             found[problem] = TuneTable(problem, path, rows or fp8_tuning.ROWS, tuple(sorted(both)), (columns, depth))
         return list(found.values())

@@ -114,7 +114,9 @@ def test_some_sizes_are_captured_for_short_rows_too(lite: Path, drafting: Path, 
     assert found(lite) == (measured.SHORT, (8, 12, 16, 24, 32))
     assert found(drafting, context_length=8400) == (measured.SHORT, (1, 2, 3, 4, 6, 8, 12, 16))
     assert found(drafting, graphs={"use": "cuda_graph", "batch_sizes": [5, 20]}) == (measured.SHORT, (5,))
-    for nothing in ({"context_length": 8192}, {"graphs": {"use": "eager"}}, {"speculative": {"use": "nextn"}}):
+    assert found(drafting, context_length=8320) == (measured.SHORT, (1, 2, 3, 4, 6, 8, 12, 16))
+    for nothing in ({"context_length": 8319}, {"context_length": 8192}, {"graphs": {"use": "eager"}},
+                    {"speculative": {"use": "nextn"}}):
         assert found(drafting, **nothing) == (0, ())
     assert found(lite, {"use": "flashmla"}) == found(lite, {"use": "triton_mla"}) == (0, ())
 

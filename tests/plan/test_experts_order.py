@@ -1,6 +1,7 @@
 """The plan says who multiplies routed experts in block FP8, and why not DeepGEMM."""
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,7 @@ def said(folder: Path, plugins: PluginSet, **config: Any) -> tuple[Any, str]:
 
 def without_deep_gemm(monkeypatch: pytest.MonkeyPatch, plugins: PluginSet) -> None:
     packages = {**plugins.software.packages, **WITHOUT}
-    monkeypatch.setitem(plugins.__dict__, "software", plugins.software.__class__(
-        **{**plugins.software.__dict__, "packages": packages}))
+    monkeypatch.setitem(plugins.__dict__, "software", replace(plugins.software, packages=packages))
 
 
 def test_by_load_where_deep_gemm_is(card: PluginSet, tmp_path: Path) -> None:
