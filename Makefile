@@ -3,10 +3,13 @@
 #   make serve        an OpenAI-compatible server on 127.0.0.1:30000       ARGS="--port 8000 --model /models/x"
 #   make test         the test suite                                       ARGS="-k plan"
 #   make test-slow gpu-test gpu-sanitize lint docs bench wheel clean
-# VENV=DIR reuses (or makes) another environment; PYTHON= picks the interpreter that makes one.
+# VENV=DIR reuses (or makes) another environment; PYTHON= picks the interpreter that makes one. TORCH_INDEX= is the index
+# that torch comes from when an environment is made: "auto" is PyTorch's of CPU builds where there is no NVIDIA device
+# and that index can be reached, empty is pip's own.
 
 VENV ?= .venv
 PYTHON ?= python3
+TORCH_INDEX ?= auto
 JOBS ?= 2
 ARGS ?=
 GPU_PYTHON ?= $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,$(PYTHON))
@@ -74,7 +77,7 @@ $(VENV)/.test: pyproject.toml constraints.txt tests/thirdparty/glowplug-gguf/pyp
 	@touch $@
 
 $(VENV)/.constraints: constraints.txt .ci/environment.py
-	@$(PYTHON) .ci/environment.py $(VENV)
+	@$(PYTHON) .ci/environment.py $(VENV) --torch-index '$(TORCH_INDEX)'
 
 clean:
 	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

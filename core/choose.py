@@ -4,6 +4,7 @@ Each choice is a Decision with its reason; nothing overrides an explicit value. 
 """
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -13,6 +14,7 @@ from glowplug.core.checks import component_checks, provider_checks
 from glowplug.core.component import CONTRACT, Chosen, Component, Options
 from glowplug.core.draft import Draft, chosen_of, options_of
 from glowplug.core.errors import Refusal
+from glowplug.core.facts import HardwareFacts
 from glowplug.core.last_layer_choice import choose_last_layer
 from glowplug.core.offers import FLOAT_DTYPES, ModelOffers, ParallelOffers
 from glowplug.core.options import SpeculativeOptions
@@ -318,9 +320,20 @@ def _overlap(draft: Draft) -> None:
 
 
 
-def unavailable(component: Component, packages: dict[str, str]) -> str:
-    """Why a component cannot be used in this environment; "" when it can."""
+def unavailable(component: Component, packages: Mapping[str, str], machine: HardwareFacts) -> str:
+    """Return why a component cannot be used on ``machine`` with these packages; "" when it can.
+
+    Packages are left out of the answer where no installation would help.
+    """
     if component.contract != CONTRACT:
         return f"written for contract {component.contract}, this is {CONTRACT}"
+    offers = component.offers
+    if "cpu" not in offers.devices:
+        if not machine.devices:
+            return "no GPU here"
+        if "+cpu" in packages.get("torch", ""):
+            return "torch is a CPU build"
+        if not offers.runs_on({card.compute for card in machine.devices}):
+            return f"not for {machine.devices[0].name}"
     missing = missing_packages(component, packages)
     return "; ".join(f"needs {requirement} ({found})" for requirement, found in missing)

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from glowplug.core.choose import unavailable
+from glowplug.core.machine import this_machine
 from glowplug.core.plugins import PluginSet, load_plugins
 from glowplug.core.slots import SLOTS
 
@@ -30,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
 def listing(plugins: PluginSet) -> list[dict[str, Any]]:
     """One entry a plugin: name, distribution, version, hooks, and its components with slot, contract, availability."""
-    packages = plugins.software.packages
+    packages, machine = plugins.software.packages, this_machine()
     found: dict[str, dict[str, Any]] = {}
     for source in plugins.sources:
         found[source.name] = {"name": source.name, "distribution": source.distribution, "version": source.version,
@@ -40,7 +41,7 @@ def listing(plugins: PluginSet) -> list[dict[str, Any]]:
             component = registration.component
             found[plugins.source_of(slot.name, component.name).name]["components"].append({
                 "slot": slot.name, "name": component.name, "contract": component.contract,
-                "available": not (why := unavailable(component, packages)), "why_not": why,
+                "available": not (why := unavailable(component, packages, machine)), "why_not": why,
                 "summary": component.summary})
     return list(found.values())
 

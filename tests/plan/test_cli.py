@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from glowplug import __version__
+from glowplug.core.facts import DeviceFacts, HardwareFacts, SoftwareFacts
 from glowplug.core.facts_read import embedded_path
 from glowplug.core.plugins import DEFAULT_PLUGINS, PluginSet
 from glowplug.core.slots import SLOTS
@@ -127,10 +128,11 @@ def test_facts_are_a_sheet_to_plan_with(v3: Path, tmp_path: Path, capsys: pytest
     text = capsys.readouterr().out
     stated = json.loads(text)["packages"]  # those of installed third-party plugins among them
     assert stated.items() >= plugins.software.packages.items() and "torch" in stated
+    assert stated["ray"] == plugins.software.packages.get("ray", ""), "one that is not installed is stated, too"
     (sheet := tmp_path / "mine.json").write_text(text)
     words = ["check", "--model", str(v3), "--load-format", "dummy", "--facts", str(sheet)]
     assert main(words) == 0
-    assert "packages as the sheet" in capsys.readouterr().out
+    assert "of the sheet" in capsys.readouterr().out
     sheet.write_text('{"packages": {"triton": "latest"}}')
     assert main(words) == 2 and "--facts: " in (said := capsys.readouterr().err) and "'latest', of triton" in said
 
@@ -141,7 +143,8 @@ def test_plugins_lists_everything(capsys: pytest.CaptureFixture[str], plugins: P
     assert [plugin["name"] for plugin in listed][: len(DEFAULT_PLUGINS)] == list(DEFAULT_PLUGINS)
     found = {(c["slot"], c["name"]) for plugin in listed for c in plugin["components"]}
     assert found >= {(slot.name, r.component.name) for slot in SLOTS for r in plugins.components(slot.name)}
-    optional = {r.component.name for slot in SLOTS for r in plugins.components(slot.name) if r.component.requires}
+    optional = {r.component.name for slot in SLOTS for r in plugins.components(slot.name)
+                if r.component.requires or "cpu" not in r.component.offers.devices}
     for plugin in listed:
         assert plugin["distribution"] and plugin["hooks"]
         assert all(c["contract"] == 1 for c in plugin["components"])
@@ -149,6 +152,31 @@ def test_plugins_lists_everything(capsys: pytest.CaptureFixture[str], plugins: P
     assert main(["plugins", "--block-plugin", "glowplug.plugins.cache.radix"]) == 0
     text = capsys.readouterr().out
     assert "blocked: glowplug.plugins.cache.radix" in text and "cache         radix" not in text
+
+
+CARD = HardwareFacts(devices=(DeviceFacts("NVIDIA H200", 141 << 30, 90),))
+OLDER = HardwareFacts(devices=(DeviceFacts("NVIDIA A100", 80 << 30, 80),))
+
+
+@pytest.mark.parametrize(("machine", "torch", "why"), [
+    (HardwareFacts(), "2.13.0+cpu", dict.fromkeys(("nccl", "cuda_graph", "hopper_mla", "triton"), "no GPU here")),
+    (CARD, "2.13.0+cpu", dict.fromkeys(("nccl", "cuda_graph", "hopper_mla"), "torch is a CPU build")),
+    (OLDER, "2.11.0+cu130", {"nccl": "", "hopper_mla": "not for NVIDIA A100"}),
+    (CARD, "2.11.0+cu130", {"nccl": "", "hopper_mla": "needs sglang-kernel>=0.4.2 (not installed)"})])
+def test_plugins_says_what_lacks_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+                                       machine: HardwareFacts, torch: str, why: dict[str, str]) -> None:
+    monkeypatch.setattr("glowplug.entrypoints.commands.plugins.this_machine", lambda: machine)
+    installed = {"torch": torch, "triton": "3.6.0"}
+    monkeypatch.setattr(PluginSet, "software", SoftwareFacts(packages=installed))
+    assert main(["plugins", "--json"]) == 0
+    found = {c["name"]: c for plugin in json.loads(capsys.readouterr().out) for c in plugin["components"]
+             if c["slot"] != "ops"}
+    assert {name: found[name]["why_not"] for name in why} == why
+    assert all(found[name]["available"] == (not reason) for name, reason in why.items())
+    assert found["torch_mla"]["available"] and found["gloo"]["available"]
+    assert main(["plugins"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.split()[1] == "nccl")
+    assert line.endswith(f"  {why['nccl'] or 'yes'}")
 
 
 def test_the_schema_knows_sections_and_options(capsys: pytest.CaptureFixture[str]) -> None:
