@@ -26,7 +26,7 @@ from glowplug.core.offers import (
     SpeculativeOffers,
     WeightOffers,
 )
-from glowplug.core.requirements import missing_packages
+from glowplug.core.requirements import installation, missing_packages
 from glowplug.core.slots import SLOTS, Slot
 from glowplug.core.suggestions import suggestions
 
@@ -52,7 +52,7 @@ def component_checks(draft: Draft, slot: Slot, component: Component, chosen: Cho
 def _packages(draft: Draft, slot: Slot, component: Component, chosen: Chosen) -> Iterator[Refusal]:
     for requirement, found in missing_packages(component, draft.facts.software.packages):
         yield refuse(draft, slot.name, chosen, f"{component.name} needs {requirement} ({found})",
-                     f'pip install "{requirement}"')
+                     installation(requirement, draft.facts.hardware))
 
 
 def provider_checks(draft: Draft, slot: Slot, component: Component, chosen: Chosen) -> Iterator[Refusal]:
@@ -65,7 +65,7 @@ def provider_checks(draft: Draft, slot: Slot, component: Component, chosen: Chos
         if needed and not any(draft.facts.software.packages.get(package) for package in needed):
             key = f"{slot.name}.{name}"
             yield Refusal(component.name, key, f'{key} = "{value}" needs {" or ".join(needed)} (not installed)',
-                          f'pip install "{needed[0]}" (or {key} = "auto")')
+                          f'{installation(needed[0], draft.facts.hardware)} (or {key} = "auto")')
 
 
 def _device(draft: Draft, slot: Slot, offers: Offers, chosen: Chosen) -> Iterator[Refusal]:

@@ -76,7 +76,8 @@ class DeviceFacts:
 class HardwareFacts:
     """Machines the plan is for: ``hosts`` equal hosts of ``devices`` each; empty ``devices`` means CPU only.
 
-    ``packages``: versions of all that is installed there by normalised name, as a sheet states them; None: it does not.
+    ``packages``: versions of installed packages by normalised name, as a sheet states them ("": not installed); None:
+    the sheet does not, or this is the machine itself.
     """
 
     hosts: int = 1

@@ -126,15 +126,20 @@ def sheet_names() -> list[str]:
 
 
 def read_sheet(name: str) -> HardwareFacts:
-    """Hardware facts from a ready sheet ("8xh200") or a JSON file. FactsError saying what is wrong with it."""
+    """Return the hardware facts of a ready sheet ("8xh200") or a JSON file. FactsError says what is wrong with it.
+
+    ``packages`` of the sheet is a table, or the path from the sheet to a JSON file that holds one.
+    """
     path = SHEETS / f"{name.removesuffix('.json')}.json"
     if not path.is_file():
         path = Path(name).expanduser()
     example = "write the fields of HardwareFacts; core/sheets holds examples"
     try:
-        raw = path.read_bytes()
-        sheet = msgspec.json.decode(raw, type=HardwareFacts)
-        unknown = _unknown_keys(msgspec.json.decode(raw))
+        raw = msgspec.json.decode(path.read_bytes())
+        if isinstance(raw, dict) and isinstance(raw.get("packages"), str):
+            raw["packages"] = _packages_file(path, raw["packages"])
+        sheet = msgspec.convert(raw, HardwareFacts)
+        unknown = _unknown_keys(raw)
     except OSError as error:
         raise FactsError(f"facts sheet {name!r} could not be read: {error.strerror}",
                          f"write a file, or one of {', '.join(sheet_names())}") from None
@@ -149,13 +154,23 @@ def read_sheet(name: str) -> HardwareFacts:
                          'them ("" for one that is not installed)') from None
 
 
+def _packages_file(sheet: Path, name: str) -> Any:
+    """Return what the file ``name``, beside a sheet, holds. FactsError when it cannot be read."""
+    try:
+        return msgspec.json.decode((sheet.parent / name).read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise FactsError(f"facts sheet {sheet}: packages: {name!r} could not be read: {reason}",
+                         'a JSON file {"NAME": "VERSION"} beside the sheet, or the table itself') from None
+
+
 def own_sheet(packages: Iterable[str]) -> HardwareFacts:
-    """The sheet of this machine, with those of ``packages`` that are installed."""
+    """Return the sheet of this machine, with the versions of ``packages``; "" for one that is not installed."""
     machine = this_machine()
     held = sorted({card.name for card in machine.devices})
     name = f"{len(machine.devices)} x {', '.join(held)}" if held else (
         f"CPU, {machine.cpu_cores} cores, {machine.cpu_memory >> 30} GiB")
-    return replace(machine, name=name, packages=software(packages).packages)
+    return replace(machine, name=name, packages={package: installed(package) for package in sorted(set(packages))})
 
 
 def _unknown_keys(sheet: dict[str, Any]) -> list[str]:

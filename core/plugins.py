@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.metadata
+import itertools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
@@ -227,9 +228,17 @@ class PluginSet:
     @cached_property
     def packages(self) -> frozenset[str]:
         """Names of the packages that any component needs or makes use of, and torch."""
-        components = [found.component for slot in SLOTS for found in self._slots[slot.name]]
-        used = (name for component in components for names in component.uses.values() for name in names)
-        return frozenset({"torch", *used, *(p.name for component in components for p in component.requires)})
+        return frozenset({"torch", *self._packages(lambda found: True)})
+
+    @cached_property
+    def third_party_packages(self) -> frozenset[str]:
+        """Those of them that no built-in component needs or makes use of."""
+        return self.packages - {"torch", *self._packages(lambda found: found.distribution == BUILT_IN)}
+
+    def _packages(self, wanted: Callable[[Registration], bool]) -> Iterator[str]:
+        for found in filter(wanted, itertools.chain.from_iterable(self._slots.values())):
+            yield from (package.name for package in found.component.requires)
+            yield from itertools.chain.from_iterable(found.component.uses.values())
 
     @cached_property
     def software(self) -> SoftwareFacts:

@@ -6,13 +6,17 @@ from collections.abc import Mapping
 from functools import cache
 
 from glowplug.core.component import Component, Package
+from glowplug.core.facts import HardwareFacts
 
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")  #: of a distribution
 
 
 def normalised(packages: Mapping[str, str]) -> dict[str, str]:
-    """Versions by normalised name of what somebody wrote down as installed; without those whose version is "", which
-    are not. ValueError naming the entry that is no distribution's name, no version, or there twice."""
+    """Return versions by normalised name of a sheet's table of packages; "" stays for one that is not installed.
+
+    Raises:
+        ValueError: an entry is no distribution's name, no version, or there twice; the message names it.
+    """
     from packaging.version import InvalidVersion, Version  # slow to import, as below
 
     found: dict[str, str] = {}
@@ -27,7 +31,7 @@ def normalised(packages: Mapping[str, str]) -> dict[str, str]:
             Version(version or "0")
         except InvalidVersion:
             raise ValueError(f"packages: {version!r}, of {name}, is no version") from None
-    return {name: version for name, version in found.items() if version}
+    return found
 
 
 def missing_packages(component: Component, packages: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -42,6 +46,14 @@ def unmet(package: Package, packages: Mapping[str, str]) -> str:
     if not version:
         return "not installed"
     return "" if _matches(version, package.spec) else version
+
+
+def installation(requirement: str, machine: HardwareFacts) -> str:
+    """Return the fix for a package that is missing on ``machine``: a sheet that states packages has to state it too."""
+    install = f'pip install "{requirement}"'
+    if machine.packages is None:
+        return install
+    return f"{install} on that machine, and a sheet that states it (glowplug facts)"
 
 
 @cache

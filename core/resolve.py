@@ -4,7 +4,7 @@ Nothing here reads a weight or imports torch. Whatever cannot run is refused wit
 """
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
@@ -16,7 +16,7 @@ from glowplug.core.choose import choose, unfit
 from glowplug.core.config import SECRETS, Parsed, parse, recorded
 from glowplug.core.draft import Draft
 from glowplug.core.errors import ConfigError, FactsError, PlanRefused, Refusal, WeightError
-from glowplug.core.facts import Facts, HardwareFacts, SoftwareFacts
+from glowplug.core.facts import Facts, HardwareFacts
 from glowplug.core.machine import this_machine
 from glowplug.core.mesh import divides
 from glowplug.core.offers import QuantizationOffers
@@ -50,7 +50,7 @@ def plan(config: Mapping[str, Any], *, source: str = "the configuration", lines:
     places = {path: f"{source}:{line}" for path, line in (lines or {}).items()} | dict(origins or {})
     refusals = list(prior)
     reading = _read_model(config.get("model", (contributed or {}).get("model")), plugins, refusals)
-    facts = _facts(reading, hardware, plugins.software)
+    facts = _facts(reading, hardware, plugins)
     defaults = _contributions(plugins, facts, contributed or {})
     parsed = parse(config, plugins, plugins.config_model, defaults, places)
     if facts is None or reading is None:
@@ -77,20 +77,25 @@ def plan(config: Mapping[str, Any], *, source: str = "the configuration", lines:
 # ---- facts ----------------------------------------------------------------------------------------------------------
 
 
-def _facts(reading: ModelReading | None, hardware: HardwareFacts | None, software: SoftwareFacts) -> Facts | None:
-    """Of the model on ``hardware``, where packages are those that a sheet states, or those of this environment.
+def _facts(reading: ModelReading | None, hardware: HardwareFacts | None, plugins: PluginSet) -> Facts | None:
+    """Facts of the model and of ``hardware`` (None: this machine), with the packages that count as installed there.
+
+    Where a sheet states packages, they are all that built-in components find. Torch, which every installation has, and
+    what third-party plugins alone need, which comes with them, are taken from here where the sheet leaves them out.
 
     NOTE: another machine has a build of torch of its own; which CUDA it has is not known here.
     """
     if reading is None:
         return None
-    packages = dict(software.packages)
+    here = plugins.software
+    packages = dict(here.packages)
     if hardware is not None and "torch" in packages:
         packages["torch"] = packages["torch"].partition("+cpu")[0]
     if hardware is not None and hardware.packages is not None:
-        torch = {name: version for name, version in packages.items() if name == "torch"}
-        packages = {**torch, **hardware.packages}  # it is everywhere this engine is
-    return Facts(reading.facts, hardware or this_machine(), replace(software, packages=packages))
+        kept = {"torch", *plugins.third_party_packages}
+        packages = {name: version for name, version in packages.items() if name in kept} | hardware.packages
+        packages = {name: version for name, version in packages.items() if version}
+    return Facts(reading.facts, hardware or this_machine(), replace(here, packages=packages))
 
 
 def _read_model(name: object, plugins: PluginSet, refusals: list[Refusal]) -> ModelReading | None:
@@ -137,8 +142,7 @@ def _remarks(draft: Draft) -> list[Decision]:
     config, model = draft.config, draft.facts.model
     remarks = [Decision("facts", note, "facts", "the checkpoint") for note in model.notes]
     if draft.facts.hardware.packages is not None:
-        held = ", ".join(f"{name} {version}" for name, version in sorted(draft.facts.software.packages.items()))
-        remarks.append(Decision("facts", "packages as the sheet states them", "facts", held or "none"))
+        remarks.append(_packages(draft.facts.hardware.packages, draft.facts.software.packages))
     if config.trust_remote_code:
         remarks.append(Decision("trust_remote_code", "no effect", "operator",
                                 "accepted; code from a model folder is never run"))
@@ -146,6 +150,16 @@ def _remarks(draft: Draft) -> list[Decision]:
         remarks.append(Decision("revision", "no effect", "operator",
                                 "accepted; the model is read where it is, nothing is downloaded"))
     return remarks
+
+
+def _packages(stated: Mapping[str, str], packages: Mapping[str, str]) -> Decision:
+    """The remark that names the packages planned with: those that the sheet states, then those taken from here."""
+    def listed(names: Iterable[str]) -> str:
+        return ", ".join(f"{name} {packages[name]}" for name in sorted(names))
+
+    here = listed(packages.keys() - stated.keys())
+    why = listed(packages.keys() & stated.keys()) or "none"
+    return Decision("packages", "of the sheet", "facts", f"{why}; from here: {here}" if here else why)
 
 
 def _enriched(parsed: Parsed, draft: Draft) -> list[Refusal]:

@@ -37,7 +37,7 @@ class Tally:
 
 
 def names(plugins: PluginSet, slot: str) -> list[str]:
-    """What ``use`` may say; without components that need a package of their own, which may not be installed."""
+    """What ``use`` may say; without components that need a package of their own, which ``auto`` alone brings in."""
     return ["auto", *(found.component.name for found in plugins.components(slot) if not found.component.requires)]
 
 

@@ -8,7 +8,6 @@ import ast
 import inspect
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from glowplug.core.config import EngineConfig  # noqa: E402
 from glowplug.core.options import OPTION_BASES, LogOptions, MemoryOptions, MetricsOptions, ServerOptions  # noqa: E402
 from glowplug.core.plugins import DEFAULT_PLUGINS, PluginSet, load_plugins  # noqa: E402
 from glowplug.core.slots import SLOTS, Slot  # noqa: E402
+from tests.demo_environment import glowplug  # noqa: E402
 from tests.tiny import CONFIGS  # noqa: E402
 
 FIXED = {"memory": MemoryOptions, "server": ServerOptions, "log": LogOptions, "metrics": MetricsOptions}
@@ -196,10 +196,8 @@ def refresh_console(page: Path) -> bool:
 
 
 def output_of(command: str) -> str:
-    """What a person sees, 120 columns wide."""
-    environment = {"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin", "COLUMNS": "120"}
-    done = subprocess.run([sys.executable, "-m", "glowplug", *shlex.split(command)], capture_output=True, text=True,
-                          cwd=ROOT, env=environment, check=False)
+    """Return what the command prints in the environment of ``make demo``."""
+    done = glowplug(*shlex.split(command))
     return "".join(f"{line.rstrip()}\n" for line in (done.stdout + done.stderr).strip().splitlines())
 
 

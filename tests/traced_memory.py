@@ -104,7 +104,7 @@ def plugins_of_the_card() -> PluginSet:
 
 def planned(folder: Path, plugins: PluginSet, **config: Any) -> EnginePlan:
     given = {"model": str(folder), "weights": {"use": "random"}, "skip_tokenizer": True, **config}
-    return make_plan(given, plugins=plugins, hardware=read_sheet("1xh200"))
+    return make_plan(given, plugins=plugins, hardware=replace(read_sheet("1xh200"), packages=None))
 
 
 class Traced:

@@ -11,6 +11,7 @@ from glowplug.core.errors import Refusal
 from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import OpsOffers
 from glowplug.core.options import OpsOptions
+from glowplug.core.requirements import installation
 from glowplug.plugins.ops.torch_ops import TABLE
 
 NAME = "torch_compile"
@@ -32,7 +33,7 @@ def check_torch_compile(context: CheckContext) -> Iterator[Refusal]:
                       f"install g++, or name one in CXX; or {fix}")
     if context.values["device"] == "cuda" and not software.packages.get("triton"):
         yield Refusal(NAME, "ops.use", "torch.compile needs triton on CUDA (not installed)",
-                      f'pip install "triton>=3.5"; or {fix}')
+                      f"{installation('triton>=3.5', context.facts.hardware)}; or {fix}")
 
 
 @hookimpl

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from glowplug.core.component import CheckContext, Package
 from glowplug.core.errors import Refusal
-from glowplug.core.requirements import unmet
+from glowplug.core.requirements import installation, unmet
 from glowplug.kernels.cards import LIBRARIES, TILES
 
 TRITON = Package("triton", ">=3.5")
@@ -29,7 +29,7 @@ def check_triton(context: CheckContext, name: str, otherwise: str) -> Iterator[R
     if found:
         needed = TRITON.name + TRITON.spec
         yield Refusal(name, "quantization.use", f"{name} multiplies by kernels in Triton, and needs {needed} ({found})",
-                      f'pip install "{needed}", or {without}')
+                      f"{installation(needed, machine)}, or {without}")
 
 
 def check_libraries(context: CheckContext, name: str) -> Iterator[Refusal]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from glowplug.core.facts import HardwareFacts
 from glowplug.core.machine import software
 from glowplug.core.protocols import Ops, Worker
 from glowplug.kernels import activation, norm, routing
@@ -97,7 +98,7 @@ def test_the_second_start_finds_what_the_first_compiled(tmp_path: Path) -> None:
 
 def test_refused_without_a_compiler() -> None:
     def reasons(device: str, cxx: str, **packages: str) -> list[str]:
-        facts = SimpleNamespace(software=SimpleNamespace(cxx=cxx, packages=packages))
+        facts = SimpleNamespace(software=SimpleNamespace(cxx=cxx, packages=packages), hardware=HardwareFacts())
         context: Any = SimpleNamespace(facts=facts, values={"device": device})
         return [refusal.reason for refusal in torch_compile.check_torch_compile(context)]
 

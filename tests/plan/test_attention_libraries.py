@@ -52,7 +52,7 @@ def slice_of(**changes: Any) -> dict[str, Any]:
 def planned(model: Path, plugins: PluginSet, attention: dict[str, Any] | None = None, **more: Any) -> EnginePlan:
     config = {"model": str(model), "weights": {"use": "random"}, "skip_tokenizer": True,
               "attention": attention or {}, **more}
-    return make_plan(config, plugins=plugins, hardware=read_sheet("1xh200"))
+    return make_plan(config, plugins=plugins, hardware=replace(read_sheet("1xh200"), packages=None))
 
 
 def refused(model: Path, plugins: PluginSet, attention: dict[str, Any], **more: Any) -> dict[str, Refusal]:

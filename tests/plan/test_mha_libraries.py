@@ -42,7 +42,7 @@ def planned(model: Path, plugins: PluginSet, attention: dict[str, Any] | None = 
             **more: Any) -> EnginePlan:
     config = {"model": str(model), "weights": {"use": "random"}, "skip_tokenizer": True,
               "attention": attention or {}, **more}
-    return make_plan(config, plugins=plugins, hardware=read_sheet(sheet))
+    return make_plan(config, plugins=plugins, hardware=replace(read_sheet(sheet), packages=None))
 
 
 def refused(model: Path, plugins: PluginSet, attention: dict[str, Any], sheet: str = "1xh200",

@@ -1,0 +1,142 @@
+"""In the environment that ``make demo`` makes: what is there, what runs, and plans for a machine that is not."""
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import socket
+import subprocess
+import sys
+import time
+import tomllib
+import urllib.request
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from glowplug.core.machine import read_sheet
+from tests.demo_environment import dependencies, glowplug, python, run, variables
+from tests.source_tree import ROOT, imported, name_of, sources
+
+#: import names of the packages in extras for users, which no runtime module may rely on without a reason to be chosen
+EXTRAS = {"triton", "flashinfer", "sgl_kernel", "deep_gemm", "ray"}
+#: what one folder alone may import, and why
+APART = {"pytest": "core/testing/",  # suites that a plugin's author runs under pytest
+         "transformers": "entrypoints/bench/", "vllm": "entrypoints/bench/"}  # what a bench compares with
+V3 = ("--model", "models/shapes/deepseek-v3.json", "--load-format", "dummy")
+LITE = ("--model", "models/shapes/deepseek-v2-lite.json", "--load-format", "dummy")
+
+
+def found(names: list[str]) -> set[str]:
+    """Those of ``names`` that can be imported there."""
+    done = run("-c", f"import importlib.util as u, json; print(json.dumps([n for n in {names!r} if u.find_spec(n)]))")
+    return set(json.loads(done.stdout))
+
+
+def test_it_holds_what_the_project_depends_on_and_no_more() -> None:
+    kept = dependencies()
+    extras: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"]
+    hidden = {canonicalize_name(Requirement(text).name) for text in sum(extras.values(), [])} - kept.keys()
+    assert hidden >= {"pytest", "httpx", "openai", "transformers", "psutil", "gguf"}
+    owners = {module: set(map(canonicalize_name, names))
+              for module, names in importlib.metadata.packages_distributions().items()}
+    modules = sorted(module for module, names in owners.items() if names & hidden and not names & kept.keys())
+    assert len(modules) >= 6 and found(modules) == set()
+    assert found(["torch", "numpy", "pydantic_core", "fastapi", "glowplug"]) == {
+        "torch", "numpy", "pydantic_core", "fastapi", "glowplug"}
+    listed = run("-c", "import importlib.metadata as m; print(*(d.metadata['Name'] for d in m.distributions()))")
+    assert set(map(canonicalize_name, listed.stdout.split())) == kept.keys()
+
+
+def test_no_runtime_module_imports_what_only_tests_install() -> None:
+    """Imports within functions count."""
+    named = [(name_of(path), module.split(".")[0], line) for path in sources() for module, line in imported(path)]
+    outside = [(file, top, line) for file, top, line in named
+               if top not in EXTRAS | sys.stdlib_module_names and not file.startswith(APART.get(top, "//"))]
+    there = found(sorted({top for _, top, _ in outside}))
+    assert "torch" in there
+    assert [f"{file}:{line}: {top}" for file, top, line in outside if top not in there] == []
+
+
+def plan(*words: str, done: subprocess.CompletedProcess[str] | None = None) -> dict[str, Any]:
+    """The plan for ``words`` made there, or the one that a command ``done`` elsewhere printed."""
+    done = done or glowplug("check", *words, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    planned: dict[str, Any] = json.loads(done.stdout)
+    return planned
+
+
+def choices(planned: dict[str, Any]) -> dict[str, str]:
+    return {choice["slot"]: choice["name"] for choice in planned["choices"]}
+
+
+def test_v3_on_eight_gpus_is_planned_as_there() -> None:
+    planned = plan("--facts", "8xh200", *V3, "--tp", "8")
+    assert planned["device"] == "cuda" and planned["mesh"] == {"tp": 8}
+    chosen = choices(planned)
+    assert (chosen["attention"], chosen["quantization"], chosen["collectives"]) == ("hopper_mla", "block_fp8", "nccl")
+    assert (chosen["sampling"], chosen["ops"]) == ("triton", "triton")
+    decided = {decision["field"]: decision["value"] for decision in planned["decisions"]}
+    assert decided["quantization.experts"] == "by load", "DeepGEMM is there"
+    assert decided["kernels.tables"] == "measured", "tables of that release of Triton are trusted"
+
+
+def test_v2_lite_on_one_gpu_is_planned_as_there() -> None:
+    chosen = choices(plan("--facts", "1xh200", *LITE))
+    assert (chosen["attention"], chosen["graphs"], chosen["sampling"]) == ("hopper_mla", "cuda_graph", "triton")
+
+
+@pytest.mark.parametrize("words", [("--facts", "1xh200", *LITE), ("--facts", "cpu")], ids=["1xh200", "cpu"])
+def test_a_ready_sheets_plan_is_the_same_with_other_packages_here(words: tuple[str, ...]) -> None:
+    """As in this environment, which has triton, third-party plugins and all else that tests need."""
+    here = plan(done=subprocess.run(
+        [sys.executable, "-m", "glowplug", "check", *words, "--json"], capture_output=True, text=True, timeout=120,
+        check=False, cwd=ROOT, env={**variables(), "PYTHONPATH": str(ROOT / "src")}))
+    there = plan(*words)
+    assert there["facts"]["software"]["packages"] == read_sheet(words[1]).packages
+    for planned in (here, there):
+        for name in ("fingerprint", "plugins"):  # third-party plugins and what they need
+            planned.pop(name)
+        planned["facts"].pop("software")
+        planned["decisions"] = [one for one in planned["decisions"] if one["field"] != "packages"]
+    assert here == there
+
+
+def test_the_demo_answers() -> None:
+    done = glowplug("demo", "What is 27 + 15?")
+    assert done.returncode == 0 and "\n42\n" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_server_answers(tmp_path: Path) -> None:
+    with closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with (log := tmp_path / "log").open("w") as output:
+        server = subprocess.Popen([python(), "-m", "glowplug", "serve", "--port", str(port)], cwd=tmp_path,
+                                  env=variables(), stdout=output, stderr=output)
+    try:
+        deadline = time.monotonic() + 120
+        while not _ready(port):
+            assert server.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        body = {"messages": [{"role": "user", "content": "What is 27 + 15?"}], "temperature": 0, "max_tokens": 8}
+        asked = urllib.request.Request(f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(body).encode(),
+                                       {"Content-Type": "application/json"})
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            assert json.load(answer)["choices"][0]["message"]["content"] == "42"
+    finally:
+        server.terminate()
+        server.wait(60)
+    assert server.returncode == 0, log.read_text()
+
+
+def _ready(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
