@@ -48,8 +48,9 @@ def test_it_holds_what_the_project_depends_on_and_no_more() -> None:
     assert len(modules) >= 6 and found(modules) == set()
     assert found(["torch", "numpy", "pydantic_core", "fastapi", "glowplug"]) == {
         "torch", "numpy", "pydantic_core", "fastapi", "glowplug"}
-    listed = run("-c", "import importlib.metadata as m; print(*(d.metadata['Name'] for d in m.distributions()))")
-    assert set(map(canonicalize_name, listed.stdout.split())) == kept.keys()
+    names = run("-c", "import importlib.metadata as m; print(*(d.metadata['Name'] for d in m.distributions()))").stdout
+    listed = set(map(canonicalize_name, names.split()))
+    assert listed - {"glowplug"} == kept.keys()  # an editable installation leaves metadata in this tree
 
 
 def test_no_runtime_module_imports_what_only_tests_install() -> None:

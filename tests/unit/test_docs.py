@@ -1,19 +1,29 @@
-"""The documentation says what the code does: pages are current, commands print what is shown, examples plan."""
+"""The documentation says what the code does: pages are current, commands print what is shown, examples plan.
+
+Commands run in the environment that ``make demo`` makes, without what only the tests install.
+"""
 from __future__ import annotations
 
 import importlib.util
 import inspect
+import itertools
+import json
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
+import msgspec
 import pytest
 
 from glowplug.core import hookspecs
+from glowplug.core.machine import read_sheet
+from tests.demo_environment import glowplug, run
+from tests.e2e.test_gpu_ranks import LAYOUTS
 from tests.source_tree import PACKAGES, ROOT, sources
 from tests.tiny import write_config
 
@@ -37,12 +47,6 @@ def blocks(language: str) -> Iterator[tuple[str, str]]:
         for match in FENCE.finditer(page.read_text(encoding="utf-8")):
             if match.group(1) == language:
                 yield page.relative_to(ROOT).as_posix(), match.group(2)
-
-
-def glowplug(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "glowplug", *words], capture_output=True, text=True, timeout=120,
-                          cwd=ROOT, env={"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin", "COLUMNS": "120"},
-                          check=False)
 
 
 def test_generated_pages_are_current() -> None:
@@ -98,6 +102,66 @@ def test_configurations_in_the_pages_plan(page: str, language: str, text: str, t
     assert done.returncode == 0, f"{page}:\n{text}\n{done.stdout}{done.stderr}"
 
 
+#: shapes of the models that command lines name, by a part of the name
+SHAPES = {"V2-Lite": "models/shapes/deepseek-v2-lite.json", "DeepSeek-V3": "models/shapes/deepseek-v3.json",
+          "MODEL": "models/shapes/deepseek-v2-lite.json"}
+
+
+def command_lines() -> Iterator[tuple[str, str]]:
+    """(page, words) of every ``glowplug serve`` or ``check`` of a model, in a sentence or in a block without output."""
+    for page in PAGES:
+        text = re.sub(r"^```console\n.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        for words in re.findall(r"glowplug (?:serve|check) ([^`\n]*--model[^`\n]*)", re.sub(r"\\\n\s*", "", text)):
+            yield page.relative_to(ROOT).as_posix(), words
+
+
+LINES = [(page, line) for page, line in command_lines() if ".gguf" not in line]
+
+
+@pytest.mark.parametrize(("page", "line"), LINES, ids=[f"{p}:{line[-40:]}" for p, line in LINES])
+def test_command_lines_in_the_pages_plan(page: str, line: str, tmp_path: Path) -> None:
+    """Those of SGLang among them, each on the smallest ready sheet with as many GPUs as it asks for."""
+    words = shlex.split(line)
+    at = next(index for index, word in enumerate(words) if word in ("--model", "--model-path")) + 1
+    words[at] = next((shape for part, shape in SHAPES.items() if part in words[at]), words[at])
+    ranks = int(words[words.index("--tp") + 1]) if "--tp" in words else 1
+    machine = read_sheet("1xh200" if ranks == 1 else "8xh200" if ranks <= 8 else "2x8xh200")
+    if "ray" in words:
+        machine = replace(machine, packages={**(machine.packages or {}), "ray": "2.60"})
+    (sheet := tmp_path / "sheet.json").write_bytes(msgspec.json.encode(machine))
+    done = glowplug("check", *words, *(() if "--facts" in words else ("--facts", str(sheet))),
+                    *(() if "--load-format" in words else ("--load-format", "dummy")))
+    assert done.returncode == 0, f"{page}: glowplug {line}\n{done.stdout}{done.stderr}"
+
+
+def test_there_are_command_lines_of_sglang() -> None:
+    assert sum(page == "docs/ranks.md" for page, _ in LINES) >= 6
+    assert {page for page, _ in LINES} >= {"README.md", "docs/recipes/several-hosts.md"}
+
+
+def test_what_has_run_on_several_gpus_is_on_record() -> None:
+    """The table of layouts says "not yet" of those without an entry in the record, and names the models of the others;
+    it has a row for each mixture that waits for several GPUs among the tests, and the README claims no more.
+    """
+    record = json.loads((ROOT / "docs" / "benchmarks" / "several-gpus.json").read_text())
+    ran: dict[frozenset[str], set[str]] = {}
+    for one in record["ran"]:
+        ran.setdefault(frozenset(re.findall(r"--[\w-]+", one["options"])), set()).add(one["model"])
+    page = (ROOT / "docs" / "ranks.md").read_text()
+    rows = {frozenset(re.findall(r"--[\w-]+", options)): said
+            for options, said in re.findall(r"^\| ([^|]*`--[^|]*) \| [^|]+ \| ([^|]+) \|$", page, re.MULTILINE)}
+    assert ran.keys() <= rows.keys()
+    for options, said in rows.items():
+        models = {model for model, name in (("deepseek-v2-lite", "DeepSeek-V2-Lite"), ("deepseek-v3-slice", "slice"))
+                  if name in said}
+        assert models == ran.get(options, set()) and (said == "not yet") == (options not in ran), options
+    switches = ("--tp", "--ep-size", "--dp-size")
+    assert {frozenset(itertools.compress(switches, layout)) for layout in LAYOUTS} <= rows.keys()
+    assert frozenset({"--speculative-algorithm"}) in rows
+    claim = next(line for line in (ROOT / "README.md").read_text().splitlines() if "NCCL" in line)
+    assert set(re.findall(r"`(--[^`]+)`", claim)) == {one["options"] for one in record["ran"]}
+
+
 def test_there_are_examples_in_each_format() -> None:
     assert {path.suffix for path in EXAMPLES} >= {".toml", ".yaml", ".json"}
     assert {language for _, language, _ in CONFIGS} >= {"toml"}
@@ -114,6 +178,13 @@ def test_python_in_the_pages_compiles() -> None:
     for page, text in blocks("python"):
         if text.partition("\n")[2] not in parts:
             compile(text, page, "exec")
+
+
+def test_the_readmes_python_runs() -> None:
+    """The block that needs nothing but glowplug; the other one needs a server and OpenAI's client."""
+    (code,) = (text for page, text in blocks("python") if page == "README.md" and "from glowplug import" in text)
+    done = run("-c", code)
+    assert done.returncode == 0 and done.stdout.split()[-1] == "stop", done.stdout + done.stderr
 
 
 def test_links_lead_somewhere() -> None:
