@@ -14,12 +14,14 @@ from glowplug.core.draft import Draft
 from glowplug.core.errors import Refusal
 from glowplug.core.facts import ModelFacts
 from glowplug.core.offers import (
+    CARRIED_KINDS,
     AttentionOffers,
     CacheOffers,
     GraphOffers,
     Mode,
     ModelOffers,
     Offers,
+    OutputOffers,
     ParallelOffers,
     PolicyOffers,
     QuantizationOffers,
@@ -231,6 +233,24 @@ def check_first_key(draft: Draft) -> Iterator[Refusal]:
         yield refuse(draft, "attention", chosen, f"{chosen.name} reads every cached position, the draft of "
                      f"{speculative.name} has none for the first token",
                      instead(draft, "attention", lambda o: o.first_key, 'speculative.use = "none"'))
+
+
+# ---- outputs ---------------------------------------------------------------------------------------------------------
+
+
+@reads("outputs")
+def check_output_kinds(draft: Draft) -> Iterator[Refusal]:
+    """Refuse parsers that make pieces which no answer carries, such as tool calls."""
+    def lost(chosen: Chosen) -> frozenset[str]:
+        assert isinstance(chosen.offers, OutputOffers)
+        return chosen.offers.kinds - CARRIED_KINDS
+
+    kept = ", ".join(f'{{use = "{chosen.name}"}}' for chosen in draft.chosen["outputs"] if not lost(chosen))
+    for chosen in draft.chosen["outputs"]:
+        if lost(chosen):
+            yield refuse(draft, "outputs", chosen, f"{chosen.name} makes pieces of kind {listed(lost(chosen))}, which "
+                         "no answer carries yet; their text would run into the content",
+                         f"outputs = [{kept}]; requests that bring tools are refused")
 
 
 # ---- the step's path ------------------------------------------------------------------------------------------------

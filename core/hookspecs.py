@@ -92,7 +92,8 @@ def register_samplers() -> list[Component]:  # type: ignore[empty-body]
 
 @hookspec
 def register_output_parsers() -> list[Component]:  # type: ignore[empty-body]
-    """Reasoning and tool-call parsers (``OutputParserFactory``)."""
+    """Parsers of generated text (``OutputParserFactory``). Those that make tool calls are refused as long as no answer
+    carries them."""
 
 
 @hookspec

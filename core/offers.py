@@ -198,9 +198,18 @@ class SamplerOffers(Offers):
     scratch_rows: Callable[[int], int] | None = None
 
 
+#: kinds of ``Piece`` beside "content" that answers carry; a parser that makes others is refused
+CARRIED_KINDS = frozenset({"reasoning"})
+
+
 @dataclass(frozen=True)
 class OutputOffers(Offers):
-    """Output parsers. ``aliases``: other names users know it by; ``kinds``: of ``Piece`` it makes beside "content"."""
+    """Output parsers.
+
+    Attributes:
+        aliases: other names users know it by.
+        kinds: kinds of ``Piece`` that it makes beside "content": "reasoning", "tool_call".
+    """
 
     aliases: frozenset[str] = frozenset()
     kinds: frozenset[str] = frozenset({"reasoning"})

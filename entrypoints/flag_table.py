@@ -125,7 +125,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag(("--served-model-name",), "server.served_model_name", "name of the model in /v1/models"),
     Flag(("--stream-interval",), "server.stream_interval", "tokens in each event of a stream", int),
     Flag(("--reasoning-parser",), "outputs[*].use", "separate the reasoning: deepseek-r1"),
-    Flag(("--tool-call-parser",), "outputs[*].use", "tool-call parser by name, of a plugin that has one"),
+    Flag(("--tool-call-parser",), "outputs[*].use", "refused: answers carry no tool calls yet"),
     Flag(("--log-level",), "log.level", "debug, info, warning, error"),
     Flag(("--log-format",), "log.format", "human or json"),
     Flag(("--watchdog-timeout",), "executor.watchdog",

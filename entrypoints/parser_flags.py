@@ -1,8 +1,7 @@
-"""``--tool-call-parser`` names a parser that makes tool calls, or is refused: one of reasoning will not do."""
+"""``--tool-call-parser``: refused with its own reason where the parser that it names makes no tool calls."""
 from __future__ import annotations
 
 import copy
-import difflib
 
 from glowplug.core.config import canonical
 from glowplug.core.configfile import Layer
@@ -17,7 +16,10 @@ OUTPUTS = next(slot for slot in SLOTS if slot.name == "outputs")
 
 
 def without_wrong_parsers(layer: Layer, plugins: PluginSet) -> tuple[Layer, list[Refusal]]:
-    """``layer`` less the output parsers that the flag named and that make no tool calls, and a refusal of each."""
+    """``layer`` less the output parsers that the flag named and that make no tool calls, and a refusal of each.
+
+    Parsers that make them stay: the plan's checks say whether answers carry tool calls.
+    """
     section = OUTPUTS.section
     items = layer.data.get(section)
     refusals: list[Refusal] = []
@@ -38,18 +40,12 @@ def without_wrong_parsers(layer: Layer, plugins: PluginSet) -> tuple[Layer, list
 
 
 def _refusal(path: str, said: str, name: str, plugins: PluginSet) -> Refusal | None:
-    """Why ``name`` is no tool-call parser and what to write instead; None for one that is."""
+    """A refusal that says why ``name`` is no tool-call parser; None for one that is."""
     kinds = {found.component.name: found.component.offers.kinds for found in plugins.components(OUTPUTS.name)
              if isinstance(found.component.offers, OutputOffers)}
-    makers = [known for known, made in kinds.items() if "tool_call" in made]
     meant = canonical(OUTPUTS, name, plugins)
-    if meant in makers:
+    if "tool_call" in kinds.get(meant, ()):
         return None
     reason = f"{said}: " + (f"{meant} parses {' and '.join(sorted(kinds[meant]))}, no tool calls" if meant in kinds
                             else f"no tool-call parser named {name!r} is registered")
-    close = difflib.get_close_matches(name.lower(), makers, 1, 0.6)
-    if close:
-        return Refusal("config", path, reason, f"did you mean {close[0]!r}?")
-    fix = f"leave {FLAG} out" + (f", or name one of {', '.join(makers)}" if makers
-                                 else ": requests that bring tools are refused")
-    return Refusal("config", path, reason, fix)
+    return Refusal("config", path, reason, f"leave {FLAG} out: requests that bring tools are refused")

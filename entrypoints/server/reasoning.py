@@ -19,15 +19,22 @@ class Split:
         self.reasoning_tokens = 0
 
     def feed(self, delta: Delta) -> tuple[str, str]:
-        """(new reasoning, new content) of ``delta``; the last delta also brings what parsers had held back."""
+        """Return (new reasoning, new content) of ``delta``; the last delta also brings what parsers had held back.
+
+        ValueError for a piece of another kind: the plan admits only parsers that offer kinds which answers carry.
+        """
         if not self._parsers:
             return "", delta.text
         pieces = self._through(delta.text, 0) if delta.text else []
         if delta.finish_reason is not None:
             pieces += self._flush()
         self._count(pieces, len(delta.token_ids))
-        reasoning = "".join(piece.text for piece in pieces if piece.kind == "reasoning")
-        return reasoning, "".join(piece.text for piece in pieces if piece.kind != "reasoning")
+        texts: dict[str, list[str]] = {"reasoning": [], "content": []}
+        for piece in pieces:
+            if piece.kind not in texts:
+                raise ValueError(f"an output parser made a piece of kind {piece.kind!r}, which its offers do not name")
+            texts[piece.kind].append(piece.text)
+        return "".join(texts["reasoning"]), "".join(texts["content"])
 
     def _through(self, text: str, start: int) -> list[Piece]:
         """``text`` as content through the parsers from ``start`` on."""

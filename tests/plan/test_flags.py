@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from glowplug.core.errors import PlanRefused
-from glowplug.core.plugins import PluginSet, load_plugins
+from glowplug.core.plugins import PluginSet
 from glowplug.entrypoints.flag_table import FLAGS, MOOT
 from glowplug.entrypoints.flags import Given, Parser, add_engine_options, command_line_layer, literal, read_command_line
 
@@ -219,52 +219,6 @@ def test_what_no_plugin_does_is_refused_by_its_flag(plugins: PluginSet, v3: Path
         assert refusal.reason and refusal.fix
         if refusal.by == "config" and not refusal.field.startswith("--"):
             assert any(word in refusal.reason for word in words if word.startswith("--")), refusal
-
-
-@pytest.mark.parametrize(("name", "reason"), [
-    ("deepseek", "no tool-call parser named 'deepseek' is registered"),
-    ("deepseek-r1", "deepseek_r1 parses reasoning, no tool calls"),
-])
-def test_a_reasoning_parser_is_neither_taken_nor_suggested_for_tool_calls(plugins: PluginSet, v3: Path, name: str,
-                                                                          reason: str) -> None:
-    words = ["--model", str(v3), "--load-format", "dummy", "--tool-call-parser", name]
-    with pytest.raises(PlanRefused) as caught:
-        given(plugins, *words, "--reasoning-parser", "deepseek_r2").plan()
-    tools, other = caught.value.refusals
-    assert (tools.field, tools.reason) == ("outputs.0.use", f"--tool-call-parser {name}: {reason}")
-    assert tools.fix == "leave --tool-call-parser out: requests that bring tools are refused"
-    assert other.reason.startswith("--reasoning-parser deepseek_r2: no") and other.fix == "did you mean 'deepseek_r1'?"
-
-
-CALLS = """
-from typing import Literal
-from glowplug.core.component import Component
-from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import OutputOffers
-from glowplug.core.options import OutputOptions
-
-class Calls(OutputOptions):
-    use: Literal["deepseek_calls"] = "deepseek_calls"
-
-@hookimpl
-def register_output_parsers():
-    return [Component("deepseek_calls", Calls, "nowhere:None", OutputOffers(kinds=frozenset({"tool_call"})))]
-"""
-
-
-def test_a_plugins_tool_call_parser_is_taken_and_suggested(v3: Path, tmp_path: Path,
-                                                           monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tool_calls_of_a_test.py").write_text(CALLS)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    plugins = load_plugins(["tool_calls_of_a_test"], entry_points=False)
-    words = ["--model", str(v3), "--load-format", "dummy", "--reasoning-parser", "deepseek-r1", "--tool-call-parser"]
-    chosen = given(plugins, *words, "deepseek-calls").plan().choices_in("outputs")
-    assert [choice.name for choice in chosen] == ["deepseek_r1", "deepseek_calls"]
-    for name, fix in (("deepseek_call", "did you mean 'deepseek_calls'?"),
-                      ("hermes", "leave --tool-call-parser out, or name one of deepseek_calls")):
-        with pytest.raises(PlanRefused) as caught:
-            given(plugins, *words, name).plan()
-        assert [refusal.fix for refusal in caught.value.refusals] == [fix]
 
 
 def test_trust_remote_code_says_what_it_does(plugins: PluginSet, v3: Path) -> None:
