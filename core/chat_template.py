@@ -9,20 +9,22 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from threading import local
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from glowplug.core.errors import RequestError
+from glowplug.core.errors import FactsError, RequestError
 
 RENDER_SECONDS = 5.0
 RENDER_CHARACTERS = 16 << 20
+MAX_TEMPLATE = 1 << 20  #: bytes of a template's file
 LARGEST_ARGUMENT = 1 << 20  #: integers that functions may take; larger ones only serve to exhaust memory
 
 
@@ -173,6 +175,55 @@ def _failed(error: Exception) -> RequestError:
         return RequestError(f"the chat template refused the messages: {error}", code="template_error", param="messages")
     text = str(error)[:300] or type(error).__name__
     return RequestError(f"the chat template failed: {type(error).__name__}: {text}", code="template_error")
+
+
+# ---- the operator's own template -------------------------------------------------------------------------------------
+
+TEMPLATE_FIX = "a Jinja file, or the template itself; leave chat_template out for the model's own"
+
+
+def is_inline(given: str) -> bool:
+    """Return True for a template written out, False for the path of one."""
+    return "{" in given
+
+
+def read_template(given: str) -> str:
+    """Return the source of the template that the operator gave, by path or written out.
+
+    In a template written out, backslash-n stands for a line break, as in other engines. FactsError with the fix for a
+    file that cannot be read and for a text that is no chat template: it does not compile, or reads no messages.
+    """
+    if is_inline(given):
+        name, source = "the inline template", given.replace("\\n", "\n")
+    else:
+        name, source = Path(given).name, _read_file(Path(given).expanduser())
+    try:
+        sandbox = Sandbox()
+        sandbox.from_string(source)
+        read = meta.find_undeclared_variables(sandbox.parse(source))
+    except TemplateSyntaxError as error:
+        raise FactsError(f"{name} is no chat template: line {error.lineno}: {error.message}", TEMPLATE_FIX) from None
+    except (TemplateError, RecursionError, ValueError) as error:
+        raise FactsError(f"{name} is no chat template: {str(error)[:200]}", TEMPLATE_FIX) from None
+    if "messages" not in read:
+        raise FactsError(f"{name} is no chat template: it does not read 'messages'", TEMPLATE_FIX)
+    return source
+
+
+def _read_file(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_TEMPLATE + 1)
+        if len(data) <= MAX_TEMPLATE:
+            return data.decode("utf-8")
+        reason = f"it is larger than {MAX_TEMPLATE >> 20} MiB"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    except UnicodeDecodeError:
+        reason = "it is not UTF-8"
+    except ValueError as error:  # a null byte in the name
+        reason = str(error)
+    raise FactsError(f"the chat template {path.name[:128]!r} could not be read: {reason}", TEMPLATE_FIX)
 
 
 def cut_after_final_message(text: str, messages: Sequence[Mapping[str, Any]]) -> str:

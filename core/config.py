@@ -52,6 +52,8 @@ class EngineConfig(Section):
     model: str = Field(min_length=1, description='folder, file, downloaded hub id, or "embedded"')
     tokenizer: str | None = Field(None, description='folder of the tokenizer, downloaded hub id, or "embedded"; None: '
                                   "the model's")
+    chat_template: str | None = Field(None, min_length=1, description="Jinja file, or the template itself where it "
+                                      "holds a brace; None: the tokenizer's")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="compute dtype")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
     seed: int = Field(0, ge=0, lt=1 << 63, description="of requests without a seed of their own, and random weights")

@@ -101,6 +101,7 @@ class EnginePlan:
     hosts: int = 1  #: hosts that carry the ranks: neighbours together, in equal numbers
     sampled_last_layer: bool = False  #: prompts go through the last layer with their sampled tokens alone
     growing_segments: bool = False  #: ranks have torch's allocator grow its segments, unless its own variable is set
+    chat_template: str = ""  #: source of the template that replaces the tokenizer's; "": the tokenizer's own
 
     def choice(self, slot: str) -> Choice:
         """The single component in ``slot``. Raises KeyError when the slot is empty."""

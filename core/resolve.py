@@ -50,9 +50,11 @@ def plan(config: Mapping[str, Any], *, source: str = "the configuration", lines:
     places = {path: f"{source}:{line}" for path, line in (lines or {}).items()} | dict(origins or {})
     refusals = list(prior)
     reading = _read_model(config.get("model", (contributed or {}).get("model")), plugins, refusals)
-    facts = _facts(reading, hardware, plugins)
+    facts = _with_template(_facts(reading, hardware, plugins), config.get("chat_template"), refusals)
     defaults = _contributions(plugins, facts, contributed or {})
     parsed = parse(config, plugins, plugins.config_model, defaults, places)
+    if "chat_template" in defaults and "chat_template" not in config:
+        facts = _with_template(facts, parsed.config.chat_template, refusals)
     if facts is None or reading is None:
         found = _unique([*refusals, *parsed.refusals])
         raise ConfigError(found, source) if prior or parsed.refusals else PlanRefused(found, source)
@@ -96,6 +98,21 @@ def _facts(reading: ModelReading | None, hardware: HardwareFacts | None, plugins
         packages = {name: version for name, version in packages.items() if name in kept} | hardware.packages
         packages = {name: version for name, version in packages.items() if version}
     return Facts(reading.facts, hardware or this_machine(), replace(here, packages=packages))
+
+
+def _with_template(facts: Facts | None, given: object, refusals: list[Refusal]) -> Facts | None:
+    """``facts`` with the chat template that was given in place of the model's. What is no template is refused."""
+    if isinstance(given, PurePath):
+        given = str(given)
+    if facts is None or not isinstance(given, str) or not given:
+        return facts
+    from glowplug.core.chat_template import read_template
+
+    try:
+        return replace(facts, model=replace(facts.model, chat_template=read_template(given)))
+    except FactsError as error:
+        refusals.append(Refusal("facts", "chat_template", str(error), error.fix))
+        return facts
 
 
 def _read_model(name: object, plugins: PluginSet, refusals: list[Refusal]) -> ModelReading | None:
@@ -146,6 +163,8 @@ def _remarks(draft: Draft) -> list[Decision]:
     if config.trust_remote_code:
         remarks.append(Decision("trust_remote_code", "no effect", "operator",
                                 "accepted; code from a model folder is never run"))
+    if config.chat_template is not None:
+        remarks.append(_template_decision(draft, config.chat_template))
     if config.revision is not None:
         remarks.append(Decision("revision", "no effect", "operator",
                                 "accepted; the model is read where it is, nothing is downloaded"))
@@ -160,6 +179,15 @@ def _packages(stated: Mapping[str, str], packages: Mapping[str, str]) -> Decisio
     here = listed(packages.keys() - stated.keys())
     why = listed(packages.keys() & stated.keys()) or "none"
     return Decision("packages", "of the sheet", "facts", f"{why}; from here: {here}" if here else why)
+
+
+def _template_decision(draft: Draft, given: str) -> Decision:
+    from glowplug.core.chat_template import is_inline
+
+    by, why = draft.source("chat_template") or ("default", "")
+    idle = "; no effect: this engine runs without a tokenizer" if draft.config.skip_tokenizer else ""
+    shown = "inline" if is_inline(given) else PurePath(given).name
+    return Decision("chat_template", shown, by, why + idle)
 
 
 def _enriched(parsed: Parsed, draft: Draft) -> list[Refusal]:
@@ -215,7 +243,8 @@ def _freeze(draft: Draft, sizes: Sizes, budget: tuple[BudgetLine, ...]) -> Engin
         seed=config.seed, overlap=values["overlap"], choices=_choices(draft), decisions=tuple(draft.decisions),
         budget=budget, sizes=sizes, mesh=values["mesh"], facts=draft.facts, config=recorded(draft.parsed.raw),
         plugins=plugins.names, fingerprint=plugins.fingerprint, hosts=values["hosts"],
-        sampled_last_layer=values["sampled_last_layer"], growing_segments=values["growing_segments"])
+        sampled_last_layer=values["sampled_last_layer"], growing_segments=values["growing_segments"],
+        chat_template=draft.facts.model.chat_template if config.chat_template is not None else "")
 
 
 def _choices(draft: Draft) -> tuple[Choice, ...]:

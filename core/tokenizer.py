@@ -126,6 +126,10 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._sources)
 
+    def use_chat_template(self, source: str) -> None:
+        """Render every conversation by ``source`` from now on, those with tools as well."""
+        self._sources, self._templates = {"default": source}, {}
+
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True,
         continue_final_message: bool = False, tools: Sequence[Mapping[str, Any]] | None = None, **arguments: Any,

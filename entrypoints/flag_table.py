@@ -54,6 +54,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag(("--model", "--model-path"), "model", 'folder, file, downloaded hub id, or "embedded"'),
     Flag(("--tokenizer-path", "--tokenizer"), "tokenizer",
          'folder of the tokenizer, hub id or "embedded", when it is not the model\'s'),
+    Flag(("--chat-template",), "chat_template", "Jinja file, or the template itself, when it is not the model's"),
     switch("--skip-tokenizer-init", "skip_tokenizer", True, "token ids in and out only"),
     Flag(("--dtype",), "dtype", "compute dtype: auto, float32, bfloat16, float16", values=DTYPES),
     Flag(("--device",), "device", "auto, cpu or cuda"),

@@ -27,6 +27,7 @@ from glowplug.entrypoints.flag_table import FLAGS, MOOT, Flag
 from glowplug.entrypoints.parallel_flags import arrange
 from glowplug.entrypoints.parser_flags import without_wrong_parsers
 
+SHOWN = 200  #: characters of a flag's value in messages
 _ITEM = re.compile(r"(\w+)\[([\w*]+)\]\.(\w+)")
 
 
@@ -219,7 +220,9 @@ def _moot(flag: Flag, spelled: set[str]) -> str:
 
 
 def _shown(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    """A flag's value as messages repeat it: one line of at most SHOWN characters."""
+    text = " ".join(" ".join(map(str, value)) if isinstance(value, list) else str(value).split())
+    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
 
 
 #: NOTE: one rank is what no parallel section means, and published commands write --tp 1

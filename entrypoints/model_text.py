@@ -4,7 +4,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from glowplug.core.errors import FactsError, PlanRefused, Refusal
+from glowplug.core.errors import FactsError, PlanRefused, Refusal, RequestError
 from glowplug.core.facts_read import locate_model
 from glowplug.core.plan import EnginePlan
 from glowplug.core.plugins import PluginSet
@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 def open_tokenizer(plan: EnginePlan, plugins: PluginSet) -> Tokenizer | None:
-    """The model's tokenizer, or None when the configuration says ``skip_tokenizer``. PlanRefused when there is none."""
+    """The model's tokenizer, or None when the configuration says ``skip_tokenizer``.
+
+    PlanRefused when there is none, and for a template of the operator's that renders no conversation.
+    """
     if plan.config.get("skip_tokenizer"):
         return None
     named = plan.config.get("tokenizer")
@@ -32,7 +35,21 @@ def open_tokenizer(plan: EnginePlan, plugins: PluginSet) -> Tokenizer | None:
             fix="put tokenizer.json beside the weights, set tokenizer = FOLDER, or skip_tokenizer = true")])
     # NOTE: it may know more ids than the embedding has (padding ids); such ids are refused request by request.
     tokenizer: Tokenizer = found
+    if plan.chat_template:
+        tokenizer.use_chat_template(plan.chat_template)
+        _try_template(tokenizer)
     return tokenizer
+
+
+def _try_template(tokenizer: Tokenizer) -> None:
+    """Render one message. PlanRefused when that fails, unless the template itself refuses such a conversation."""
+    from glowplug.core.chat_template import TEMPLATE_FIX
+
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "hello"}])
+    except RequestError as error:
+        if error.param != "messages":
+            raise PlanRefused([Refusal("tokenizer", "chat_template", str(error), TEMPLATE_FIX)]) from None
 
 
 def eos_ids(plan: EnginePlan, tokenizer: Tokenizer | None) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from glowplug.core.request import SamplingParams
 from glowplug.entrypoints.server.answers import json_response
 from glowplug.entrypoints.server.body import body_of
 from glowplug.entrypoints.server.context import Context, get_context
-from glowplug.entrypoints.server.errors import Unavailable
+from glowplug.entrypoints.server.errors import Unavailable, sanitise
 from glowplug.entrypoints.server.jobs import Job
 from glowplug.entrypoints.server.protocol.native import AbortRequest, ProfileRequest
 
@@ -88,7 +88,7 @@ async def server_info(context: Server) -> Response:
         "kv_dtype": plan.kv_dtype, "device": plan.device, "overlap": plan.overlap, "sizes": plan.sizes,
         "mesh": plan.mesh, "choices": {choice.slot: ", ".join(held.name for held in plan.choices_in(choice.slot))
                                        for choice in plan.choices},
-        "decisions": [{"field": d.field, "value": _shown(d.field, d.value), "by": d.by, "why": d.why}
+        "decisions": [{"field": d.field, "value": _shown(d.field, d.value), "by": d.by, "why": sanitise(d.why)}
                       for d in plan.decisions],
         "budget": plan.budget, "plugins": plan.plugins, "fingerprint": plan.fingerprint,
         "max_total_num_tokens": plan.sizes.num_pages * plan.sizes.page_size * plan.mesh.get("dp", 1),

@@ -32,12 +32,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Serving:
-    def __init__(self, folder: Path, log: Path) -> None:
+    def __init__(self, folder: Path, log: Path, *words: str) -> None:
         with bind("127.0.0.1", 0) as free:
             self.port = free.getsockname()[1]
         self.url, self._log = f"http://127.0.0.1:{self.port}", log
         command = ["-m", "glowplug", "serve", "--model", str(folder), "--set", "weights.use=random",
-                   "--port", str(self.port), "--set", "server.served_model_name=tiny"]
+                   "--port", str(self.port), "--set", "server.served_model_name=tiny", *words]
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
         with log.open("w") as errors:
             self.process = psutil.Popen([sys.executable, *command], env=environment, stdout=errors, stderr=errors)
@@ -66,8 +66,9 @@ class Serving:
 
 
 @contextmanager
-def serving(folder: Path, log: Path) -> Iterator[Serving]:
-    one = Serving(folder, log)
+def serving(folder: Path, log: Path, *words: str) -> Iterator[Serving]:
+    """``words``: further flags."""
+    one = Serving(folder, log, *words)
     family = [one.process]
     try:
         one.wait_ready()

@@ -72,6 +72,7 @@ PUBLISHED: list[tuple[list[str], dict[str, Any]]] = [
     (["--schedule-policy", "lpm"], {"policy": {"use": "longest_prefix"}}),
     (["--reasoning-parser", "deepseek-r1"], {"outputs": [{"use": "deepseek-r1"}]}),
     (["--reasoning-parser", "a", "--tool-call-parser", "b"], {"outputs": [{"use": "a"}, {"use": "b"}]}),
+    (["--chat-template", "t.jinja"], {"chat_template": "t.jinja"}),
     (["--tokenizer-path", "t", "--skip-tokenizer-init"], {"tokenizer": "t", "skip_tokenizer": True}),
     (["--random-seed", "7"], {"seed": 7}),
     (["--page-size", "64"], {"attention": {"page_size": 64}}),
