@@ -172,6 +172,7 @@ class ServerOptions(Section):
         None, ge=1, description="None: what the context leaves (chat), 16 (completions)")
     emit_reasoning_alias: bool = Field(True, description="also emit reasoning_content under the name reasoning")
     stream_interval: int = Field(1, ge=1, description="tokens in each event of a stream, behind the first")
+    tokenizer_info: bool = Field(True, description="serve /tokenizer_info: special tokens and the chat template")
     tokenizer_threads: int = Field(2, ge=1, le=64, description="threads for templates and tokenization")
 
 

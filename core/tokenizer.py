@@ -73,6 +73,13 @@ class Tokenizer:
     def _plain_ids(self, text: str) -> list[int]:
         return list(self.backend.encode(text).ids)
 
+    def settings(self) -> dict[str, Any]:
+        """Return what a tokenizer_config.json would say: special tokens as text, whether texts begin with bos, and the
+        chat template. "bos_token", "eos_token", "pad_token" and "chat_template" are None where there is none."""
+        adds_bos = self.bos_id is not None and self.encode("a")[:1] == [self.bos_id]
+        return {"bos_token": None, "eos_token": None, "pad_token": None, **self._special_text,
+                "add_bos_token": adds_bos, "chat_template": self._sources.get("default")}
+
     # ---- text and ids -----------------------------------------------------------------------------------------------
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -131,6 +131,8 @@ FLAGS: tuple[Flag, ...] = (
     Flag(("--log-format",), "log.format", "human or json"),
     Flag(("--watchdog-timeout",), "executor.watchdog",
          "seconds without a heartbeat before a rank counts as hung", float),
+    switch("--enable-tokenizer-info-endpoint", "server.tokenizer_info", True, "serve /tokenizer_info (on by default)"),
+    switch("--no-enable-tokenizer-info-endpoint", "server.tokenizer_info", False, "do not serve it"),
     switch("--enable-metrics", "metrics.enabled", True, "Prometheus metrics (on by default)"),
 )
 

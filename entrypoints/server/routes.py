@@ -76,6 +76,8 @@ ROUTES: tuple[Route, ...] = (
     Route("/v1/tokenize", text_routes.tokenize, _POST, _TEXT, answers.Tokenized, TokenizeRequest),
     Route("/detokenize", text_routes.detokenize, _POST, _TEXT, answers.Detokenized, DetokenizeRequest),
     Route("/v1/detokenize", text_routes.detokenize, _POST, _TEXT, answers.Detokenized, DetokenizeRequest),
+    Route("/tokenizer_info", text_routes.tokenizer_info, _GET, _TEXT, answers.TokenizerInfo),
+    Route("/v1/tokenizer_info", text_routes.tokenizer_info, _GET, _TEXT, answers.TokenizerInfo),
     Route("/health", operations.health, _GET, _OPERATIONS, answers.Status),
     Route("/ready", operations.ready, _GET, _OPERATIONS, answers.Status),
     Route("/health_generate", operations.health_generate, _GET, _OPERATIONS, answers.Status),

@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``, and the model list."""
+"""``/tokenize``, ``/detokenize`` and ``/tokenizer_info``, and the model list."""
 from __future__ import annotations
 
 from typing import Annotated, Any
@@ -47,6 +47,16 @@ async def detokenize(body: Annotated[DetokenizeRequest, Depends(body_of(Detokeni
                            code="invalid_token_id")
     text = await context.texts.decode(body.tokens, skip_special_tokens=body.skip_special_tokens) if body.tokens else ""
     return json_response({"prompt": text, "text": text})
+
+
+async def tokenizer_info(context: Server) -> Response:
+    """What tokenizer_config.json says, the chat template in use included; no files and no folders."""
+    if not context.options.tokenizer_info:
+        raise RequestError("tokenizer information is switched off (server.tokenizer_info)", status=404,
+                           code="tokenizer_info_off")
+    # NOTE: the class that reads a tokenizer.json in transformers, for clients that build a tokenizer of their own.
+    return json_response({"tokenizer_class": "PreTrainedTokenizerFast", **context.texts.tokenizer.settings(),
+                          "model_max_length": context.plan.sizes.context_length})
 
 
 async def models(context: Server) -> Response:

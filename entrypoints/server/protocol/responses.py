@@ -136,6 +136,18 @@ class Detokenized(BaseModel):
     text: str
 
 
+class TokenizerInfo(BaseModel):
+    """Further special tokens (``unk_token``, ...) come under their own names."""
+
+    tokenizer_class: str
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    add_bos_token: bool
+    chat_template: str | None
+    model_max_length: int
+
+
 class Status(BaseModel):
     status: str
 
