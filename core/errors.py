@@ -94,6 +94,21 @@ class RequestError(GlowplugError):
         self.status = status
 
 
+def context_exceeded(context: int, what: str, param: str = "prompt") -> RequestError:
+    """Return the error for a request longer than ``context`` tokens; ``what`` says how long it is and what would do.
+
+    NOTE: clients recognise this error by its words: litellm by the first sentence, which is OpenAI's; langchain by
+    "prompt is too long", since openai's client no longer shows the code in an error's text.
+    """
+    return RequestError(f"This model's maximum context length is {context} tokens. However, {what}",
+                        code="context_length_exceeded", param=param)
+
+
+def prompt_too_long(context: int, prompt: int) -> RequestError:
+    """Return the error for a prompt of ``prompt`` tokens that leaves no room in ``context`` tokens for one more."""
+    return context_exceeded(context, f"your prompt has {prompt} tokens; with one to generate the prompt is too long")
+
+
 class QueueFull(RequestError):
     """The bounded queue is full. The client should retry after ``retry_after`` seconds."""
 

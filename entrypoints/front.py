@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from glowplug.core.errors import RequestError
+from glowplug.core.errors import RequestError, context_exceeded, prompt_too_long
 from glowplug.core.messages import (
     Abort,
     Finished,
@@ -117,14 +117,12 @@ class Front:
         context = self.plan.sizes.context_length
         room = context - prompt
         if room < 1:
-            raise RequestError(
-                f"the maximum context length here is {context} tokens, but the prompt has {prompt}; shorten the prompt",
-                code="context_length_exceeded", param="prompt")
+            raise prompt_too_long(context, prompt)
         if params.max_tokens is not None and params.max_tokens > room:
-            raise RequestError(
-                f"the maximum context length here is {context} tokens, but {prompt + params.max_tokens} were requested "
-                f"({prompt} in the prompt, {params.max_tokens} for the completion); max_tokens may be {room}",
-                code="context_length_exceeded", param="max_tokens")
+            raise context_exceeded(
+                context, f"you requested {prompt + params.max_tokens} tokens ({prompt} in the prompt, "
+                f"{params.max_tokens} for the completion): the prompt is too long for that many; max_tokens may be "
+                f"{room}", "max_tokens")
         self._check_vocabulary(params)
         sizes = self.plan.sizes
         pool = (sizes.num_pages - 1) * sizes.page_size - prompt  # what "as many as fit" can mean when the pool is small

@@ -49,8 +49,8 @@ class Context:
         metrics = Metrics(options.served_model_name or _base_name(plan.model), client.stats, metrics_options,
                           client.group_stats)
         return Context(plan, client, tokenizer, parsers, options, metrics, Jobs(),
-                       TextWorkers(tokenizer, options.tokenizer_threads, cap), TokenNames(tokenizer),
-                       frozenset(tokenizer.eos_ids if tokenizer is not None else ()))
+                       TextWorkers(tokenizer, options.tokenizer_threads, cap, plan.sizes.context_length),
+                       TokenNames(tokenizer), frozenset(tokenizer.eos_ids if tokenizer is not None else ()))
 
     @property
     def model_name(self) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from glowplug.core.errors import RequestError
+from glowplug.core.errors import RequestError, prompt_too_long
 from glowplug.core.tokenizer import TEMPLATE_ARGUMENTS
 from glowplug.entrypoints.server.context import Context
 from glowplug.entrypoints.server.protocol.chat import ChatRequest, Message
@@ -158,7 +158,5 @@ def room(context: Context, prompt: Prompt) -> int:
     length = context.plan.sizes.context_length
     left = length - len(prompt.ids)
     if left < 1:
-        raise RequestError(
-            f"the maximum context length here is {length} tokens, but the prompt has {len(prompt.ids)}; "
-            "shorten the prompt", code="context_length_exceeded", param="prompt")
+        raise prompt_too_long(length, len(prompt.ids))
     return left

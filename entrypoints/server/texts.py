@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from glowplug.core.errors import RequestError
+from glowplug.core.errors import RequestError, context_exceeded
 from glowplug.core.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -14,10 +14,15 @@ TEXT_SECONDS = 20.0  #: most time one text may take
 
 
 class TextWorkers:
-    """A small thread pool around the tokenizer. ``max_bytes``: UTF-8 bytes of one request's prompts."""
+    """A small thread pool around the tokenizer.
 
-    def __init__(self, tokenizer: Tokenizer | None, threads: int, max_bytes: int) -> None:
-        self._tokenizer, self._max_bytes = tokenizer, max_bytes
+    ``max_bytes``: most UTF-8 bytes of one request's prompts; ``context``: tokens, which the error for more names.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, threads: int, max_bytes: int, context: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_bytes = max_bytes
+        self._context = context
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="glowplug-text")
 
     @property
@@ -39,8 +44,8 @@ class TextWorkers:
         size = sum(len(text) for text in texts)
         if size > self._max_bytes or (
                 4 * size > self._max_bytes and sum(len(text.encode()) for text in texts) > self._max_bytes):
-            raise RequestError(f"the prompt is larger than {self._max_bytes} bytes, the most that this server takes; "
-                               "shorten the prompt", code="context_length_exceeded", param="prompt")
+            raise context_exceeded(self._context, f"the prompt is too long: it is larger than {self._max_bytes} bytes, "
+                                                  "the most that this server takes")
 
     async def encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         """Token ids of each text."""

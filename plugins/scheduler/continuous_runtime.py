@@ -34,7 +34,7 @@ from copy import copy
 import numpy as np
 
 from glowplug.core.batch import Batch, StepResult
-from glowplug.core.errors import QueueFull, RequestError
+from glowplug.core.errors import QueueFull, RequestError, prompt_too_long
 from glowplug.core.memory.allocator import PageAllocator
 from glowplug.core.messages import Abort, Admitted, Finished, Stats, StepOutput
 from glowplug.core.plan import EnginePlan
@@ -90,9 +90,7 @@ class Continuous:
         if prompt == 0:
             raise RequestError("the prompt is empty", code="empty_prompt", param="prompt")
         if prompt + 1 > context:
-            raise RequestError(
-                f"the prompt has {prompt} tokens; with one to generate that is more than the context of {context} "
-                f"tokens", code="context_length_exceeded", param="prompt")
+            raise prompt_too_long(context, prompt)
         stored = min(sequence.max_length, context) - 1
         needed = self.rows.pages_for(stored)
         if needed > self.pages.total:
