@@ -10,7 +10,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,10 +23,11 @@ from glowplug.core.machine import read_sheet, sheet_names
 from glowplug.core.plan import Decision, EnginePlan
 from glowplug.core.plugins import PluginSet, load_plugins
 from glowplug.core.resolve import plan as make_plan
-from glowplug.entrypoints.flag_table import FLAGS, MOOT, Flag
+from glowplug.entrypoints.flag_table import ALWAYS, FLAGS, MOOT, Flag
 from glowplug.entrypoints.parallel_flags import arrange
 from glowplug.entrypoints.parser_flags import without_wrong_parsers
 
+_NUMBER = re.compile(r"-\d+(?:\.\d+)?")
 SHOWN = 200  #: characters of a flag's value in messages
 _ITEM = re.compile(r"(\w+)\[([\w*]+)\]\.(\w+)")
 
@@ -45,15 +46,27 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            self.error("; ".join(self._unknown(word) for word in unknown))
+            self.error("; ".join(self._unexpected(unknown)))
         return found
 
-    def _unknown(self, word: str) -> str:
-        name = word.partition("=")[0]
-        if not name.startswith("-"):
-            return f"unexpected argument {word!r}"
-        known = [flag[2:] for flag in self._option_string_actions if flag.startswith("--")]
-        close = difflib.get_close_matches(name.lstrip("-"), known, 1, 0.6)
+    def _unexpected(self, words: Sequence[str]) -> Iterator[str]:
+        """Yield what is wrong with each of the words that no option takes; those behind a flag count as its values."""
+        valued = False
+        for word in words:
+            if word.startswith("-") and not _NUMBER.fullmatch(word):
+                yield self._unknown(word.partition("=")[0])
+                valued = "=" not in word
+            elif not valued:
+                yield f"unexpected argument {word!r}"
+
+    def _unknown(self, name: str) -> str:
+        from glowplug.entrypoints.foreign_flags import unsupported
+
+        known = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        reason = unsupported(name, known)
+        if reason:
+            return reason
+        close = difflib.get_close_matches(name.lstrip("-"), [flag[2:] for flag in known], 1, 0.6)
         return f"unknown flag {name}" + (f", did you mean --{close[0]}?" if close else "")
 
     def error(self, message: str) -> NoReturn:
@@ -109,6 +122,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         metavar = None if flag.convert is None else flag.path.rpartition(".")[2].upper()
         group.add_argument(*flag.names, action=_Given, flag=flag, nargs=nargs, type=flag.convert or str, help=flag.help,
                            dest="engine_flags", default=argparse.SUPPRESS, metavar=metavar)
+    for name, why in ALWAYS.items():
+        group.add_argument(name, action="append_const", const=name, dest="always_so", help=f"accepted: {why}")
 
 
 def serve_defaults(config: Mapping[str, Any], hardware: HardwareFacts | None = None,
@@ -162,6 +177,8 @@ def read_command_line(args: argparse.Namespace, plugins: PluginSet | None = None
     """Plugins loaded, file read, flags and ``--set`` laid over it. PluginLoadError, ConfigError."""
     plugins = plugins or load_plugins(extra=args.extra_plugins, block=args.blocked_plugins)
     layer, notes = command_line_layer(getattr(args, "engine_flags", []), args.overrides)
+    notes += [Decision(name, "no effect", "operator", ALWAYS[name])
+              for name in dict.fromkeys(getattr(args, "always_so", None) or ())]
     if args.config:
         layer = merge(layer, read_config(Path(args.config), plugins))
     notes += arrange(layer, getattr(args, "engine_flags", []))

@@ -9,7 +9,7 @@ import pytest
 
 from glowplug.core.errors import PlanRefused
 from glowplug.core.plugins import PluginSet
-from glowplug.entrypoints.flag_table import FLAGS, MOOT
+from glowplug.entrypoints.flag_table import FLAGS, MOOT, byte_count, text_list
 from glowplug.entrypoints.flags import Given, Parser, add_engine_options, command_line_layer, literal, read_command_line
 
 
@@ -102,7 +102,7 @@ def test_the_list_above_is_complete() -> None:
 
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.names[0])
 def test_every_flag_sets_its_field_under_every_name(plugins: PluginSet, flag) -> None:
-    value = {int: "3", float: "0.5", None: None}.get(flag.convert, "word")
+    value = {int: "3", float: "0.5", None: None, byte_count: "3G", text_list: '["*"]'}.get(flag.convert, "word")
     for name in flag.names:
         words = [name] if value is None else [name, value]
         if flag.names[0] == "--torch-compile-max-bs":
