@@ -46,20 +46,36 @@ def _device(draft: Draft) -> None:
     if asked != "auto":
         by, why = draft.source("device") or ("default", "")
         draft.decide("device", asked, by, why)
-        if asked == "cuda" and not machine.devices:
-            draft.refusals.append(Refusal("choose", "device", f"{machine.name} has no CUDA device", 'device = "cpu"'))
+        if asked == "cuda":
+            _require_cuda(draft)
         draft.values["device"] = asked
         return
     device, why = "cpu", f"{machine.name} has no CUDA device"
     if machine.devices:
         device, why = "cuda", f"{machine.name}: {machine.devices[0].name}"
-        if "+cpu" in draft.facts.software.packages.get("torch", ""):
+        if _cpu_torch(draft):
             device, why = "cpu", "the installed torch is a CPU build"
         for slot in SLOTS:
             if slot.step and not _any_offers(draft, slot, device):
                 device, why = "cpu", f"no {slot.name} component offers cuda"
     draft.values["device"] = device
     draft.decide("device", device, "auto", why)
+
+
+def _require_cuda(draft: Draft) -> None:
+    """Refuse the device "cuda" where the machine has none, or torch cannot use it."""
+    machine, build = draft.facts.hardware, _cpu_torch(draft)
+    if not machine.devices:
+        draft.refusals.append(Refusal("choose", "device", f"{machine.name} has no CUDA device", 'device = "cpu"'))
+    elif build:
+        draft.refusals.append(Refusal("choose", "device", f"the installed torch is a CPU build ({build})",
+                                      'device = "cpu", or pip install a CUDA build of torch'))
+
+
+def _cpu_torch(draft: Draft) -> str:
+    """Version of the installed torch where that is a CPU build; "" otherwise."""
+    version = draft.facts.software.packages.get("torch", "")
+    return version if "+cpu" in version else ""
 
 
 def _any_offers(draft: Draft, slot: Slot, device: str) -> bool:

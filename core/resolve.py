@@ -61,12 +61,10 @@ def plan(config: Mapping[str, Any], *, source: str = "the configuration", lines:
     if hardware is None:  # this machine is one of so many equal ones
         facts = replace(facts, hardware=replace(facts.hardware, hosts=parsed.config.executor.hosts or 1))
     own = _read_draft(parsed, plugins, refusals)
-    draft = Draft(plugins, parsed, replace(facts, draft=own.facts if own else None), reading.elements,
-                  own.elements if own else {})
-    draft.decisions += [*notes, *_remarks(draft)]
-    draft.refusals += refusals[len(prior):]
-    choose(draft)
-    _check(draft)
+    facts = replace(facts, draft=own.facts if own else None)
+    draft = _judged(Draft(plugins, parsed, facts, reading.elements, own.elements if own else {}))
+    draft.decisions[:0] = [*notes, *_remarks(draft)]
+    draft.refusals[:0] = refusals[len(prior):]
     sized = size(draft) if _complete(draft) else None
     found = [*prior, *_enriched(parsed, draft), *draft.refusals]
     if prior or parsed.refusals:
@@ -203,6 +201,23 @@ def _enriched(parsed: Parsed, draft: Draft) -> list[Refusal]:
 
 def _unique(refusals: Sequence[Refusal]) -> list[Refusal]:
     return list(dict.fromkeys(refusals))
+
+
+def _judged(draft: Draft) -> Draft:
+    """Run passes three and four on ``draft`` and return it.
+
+    Where the device that was asked for is refused, a refusal that does not stand on another device follows from it and
+    is dropped.
+    """
+    choose(draft)
+    _check(draft)
+    if draft.config.device != "auto" and any(refusal.field == "device" for refusal in draft.refusals):
+        parsed = replace(draft.parsed, config=draft.config.model_copy(update={"device": "auto"}))
+        other = _judged(Draft(draft.plugins, parsed, draft.facts, draft.elements, draft.draft_elements))
+        elsewhere = {(refusal.field, refusal.reason) for refusal in other.refusals}
+        draft.refusals = [refusal for refusal in draft.refusals
+                          if refusal.field == "device" or (refusal.field, refusal.reason) in elsewhere]
+    return draft
 
 
 def _check(draft: Draft) -> None:
