@@ -22,6 +22,9 @@ from glowplug.core.plugin_loading import Registration
 from glowplug.core.requirements import missing_packages
 from glowplug.core.slots import SLOTS, Slot
 
+#: how to write the plugin that an unknown architecture needs
+FAMILY_GUIDE = "docs/writing-a-plugin.md#a-model-family"
+
 
 def choose(draft: Draft) -> None:
     """Fill ``draft.chosen`` and ``draft.values``; what cannot be filled becomes a refusal."""
@@ -122,7 +125,7 @@ def _model(draft: Draft) -> None:
             return
     draft.refusals.append(Refusal(
         "choose", "model", f"no plugin builds {architecture} (known: {', '.join(sorted(known)) or 'none'})",
-        "a model of a known architecture, or a plugin that registers this one"))
+        f"a model of a known architecture, or a plugin that registers this one: {FAMILY_GUIDE}"))
 
 
 def _draft_alone(draft: Draft, family: str) -> Refusal:

@@ -4,6 +4,7 @@ Commands run in the environment that ``make demo`` makes, without what only the 
 """
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
 import itertools
@@ -248,6 +249,40 @@ def test_the_guides_plugin_runs(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False,
                           env=environment)
     assert done.stdout.split("\n")[0] == "shortest_first [10, 20, 30]", done.stdout + done.stderr
+
+
+def test_the_guides_model_family_serves_what_was_refused(tmp_path: Path) -> None:
+    """The family of the plugin guide: without it the refusal names its section, with it the model gives Llama's tokens.
+    """
+    guide = (ROOT / "docs" / "writing-a-plugin.md").read_text()
+    body = re.search(r"^```python\n# mistral_family\.py\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL)
+    assert body is not None
+    (tmp_path / "mistral_family.py").write_text(body.group(1))
+    folders = {name: write_config(tmp_path / name, "llama", **changes) for name, changes in {
+        "llama": {}, "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None},
+        "windowed": {"architectures": ["MistralForCausalLM"], "sliding_window": 64}}.items()}
+    code = ("import sys\nfrom glowplug import LLM, SamplingParams\nfrom glowplug.core.errors import PlanRefused\n"
+            "def tokens(model, *plugins):\n"
+            "    try:\n"
+            "        with LLM(model=model, plugins=plugins, weights={'use': 'random'}, skip_tokenizer=True,\n"
+            "                 memory={'kv_tokens': 1024}) as llm:\n"
+            "            return llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4, temperature=0))[0].token_ids\n"
+            "    except PlanRefused as refused:\n"
+            "        return [(one.reason, one.fix) for one in refused.refusals]\n"
+            "for model, *plugins in eval(sys.argv[1]):\n"
+            "    print(tokens(model, *plugins))\n")
+    calls = [(str(folders["mistral"]),), (str(folders["llama"]),), (str(folders["mistral"]), "mistral_family"),
+             (str(folders["windowed"]), "mistral_family")]
+    done = subprocess.run([sys.executable, "-c", code, repr(calls)], capture_output=True, text=True, timeout=120,
+                          check=False, env={"PYTHONPATH": f"{ROOT / 'src'}:{tmp_path}", "PATH": "/usr/bin:/bin"})
+    refused, llama, mistral, windowed = (ast.literal_eval(line) for line in done.stdout.splitlines())
+    (reason, fix), = refused
+    assert reason.startswith("no plugin builds MistralForCausalLM (known: ")
+    page, _, anchor = fix.rpartition(" ")[2].partition("#")
+    headings = re.findall(r"^## (.+)$", (ROOT / page).read_text(), re.MULTILINE)
+    assert anchor in {heading.lower().replace(" ", "-") for heading in headings}
+    assert len(llama) == 4 and mistral == llama
+    assert windowed[0][0].startswith("config.json asks for a sliding window of 64 tokens")
 
 
 def test_no_page_shows_a_path_of_the_machine_it_was_made_on() -> None:
