@@ -24,7 +24,7 @@ from glowplug.core.plan import Decision, EnginePlan
 from glowplug.core.plugins import PluginSet, load_plugins
 from glowplug.core.resolve import plan as make_plan
 from glowplug.entrypoints.flag_table import ALWAYS, FLAGS, MOOT, Flag
-from glowplug.entrypoints.parallel_flags import arrange
+from glowplug.entrypoints.parallel_flags import ONE_RANK, SECTION, arrange, larger_than_one
 from glowplug.entrypoints.parser_flags import without_wrong_parsers
 
 _NUMBER = re.compile(r"-\d+(?:\.\d+)?")
@@ -96,12 +96,12 @@ class _Given(argparse.Action):
 
 
 class _Once(argparse.Action):
-    """A value that a second one does not replace in silence."""
+    """A value that no second one replaces: another value is an error."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
                  option_string: str | None = None) -> None:
-        if getattr(namespace, self.dest, None) is not None:
-            raise argparse.ArgumentError(self, "given twice")
+        if getattr(namespace, self.dest, None) not in (None, values):
+            raise argparse.ArgumentError(self, "given twice, differently")
         setattr(namespace, self.dest, values)
 
 
@@ -213,19 +213,42 @@ def command_line_layer(given: Sequence[tuple[Flag, str, Any]],
     layer = Layer()
     spelled = {flag.names[0] for flag, _, _ in given}
     notes = []
-    for flag, spelling, value in given:
+    once = _once_each(given, layer)
+    for flag, spelling, value in once:
         moot = _moot(flag, spelled)
         if moot:
             notes.append(Decision(spelling, "no effect", "operator", moot))
             continue
-        shown = spelling if flag.convert is None else f"{spelling} {_shown(value)}"
-        value = flag.values.get(value, value) if isinstance(value, str) else value
-        if flag.path.endswith("api_key"):
-            shown = spelling
-        _assign(layer, {**flag.also, flag.path: value}, shown)
+        _assign(layer, {**flag.also, flag.path: _meant(flag, value)}, _written(flag, spelling, value))
     for override in overrides:
         _override(layer, override)
+    for number, shown in larger_than_one(layer, once):
+        path = f"{SECTION}.{number}.size"
+        layer.refusals.append(_contradiction(path, shown, layer.origins.get(path, path)))
     return layer, notes
+
+
+def _once_each(given: Sequence[tuple[Flag, str, Any]], layer: Layer) -> list[tuple[Flag, str, Any]]:
+    """Each flag the first time it is given; one given again with another value is a refusal in ``layer``."""
+    first: dict[str, tuple[Flag, str, Any]] = {}
+    for flag, spelling, value in given:
+        _, before, held = first.setdefault(flag.names[0], (flag, spelling, value))
+        if _meant(flag, held) != _meant(flag, value):
+            layer.refusals.append(_contradiction(flag.path, _written(flag, before, held),
+                                                 _written(flag, spelling, value)))
+    return list(first.values())
+
+
+def _meant(flag: Flag, value: Any) -> Any:
+    """A flag's value in this engine's words."""
+    return flag.values.get(value, value) if isinstance(value, str) else value
+
+
+def _written(flag: Flag, spelling: str, value: Any) -> str:
+    """A flag and its value as they stand on the command line; keys are left out."""
+    if flag.convert is None or flag.path.endswith("api_key"):
+        return spelling
+    return f"{spelling} {_shown(value)}"
 
 
 def _moot(flag: Flag, spelled: set[str]) -> str:
@@ -237,19 +260,15 @@ def _moot(flag: Flag, spelled: set[str]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A flag's value as messages repeat it: one line of at most SHOWN characters."""
+    """Return a flag's value as messages repeat it: one line of at most SHOWN characters."""
     text = " ".join(" ".join(map(str, value)) if isinstance(value, list) else str(value).split())
     return text if len(text) <= SHOWN else text[:SHOWN] + "..."
-
-
-#: NOTE: one rank is what no parallel section means, and published commands write --tp 1
-_ONE_RANK = frozenset({"parallel[tensor].size", "parallel[dp_attention].size", "parallel[ep_moe].size"})
 
 
 def _assign(layer: Layer, fields: Mapping[str, Any], shown: str) -> None:
     """Set what a flag does, or nothing where one of these fields has another value: a refusal naming both flags."""
     resolved = {_resolve_item(layer, path, shown): value for path, value in fields.items()
-                if path not in _ONE_RANK or value != 1}
+                if path not in ONE_RANK or value != 1}
     for path, value in resolved.items():
         before = layer.origins.get(path)
         if before is not None and not _same(path, _get(layer.data, path), value):
@@ -284,26 +303,51 @@ def _resolve_item(layer: Layer, path: str, shown: str) -> str:
 
 
 def _get(data: Any, path: str) -> Any:
+    """The value at a dotted path; None where there is none."""
     for part in path.split("."):
-        data = data[int(part)] if isinstance(data, list) else data.get(part)
+        if isinstance(data, list):
+            data = data[int(part)] if part.isdigit() and int(part) < len(data) else None
+        else:
+            data = data.get(part) if isinstance(data, dict) else None
     return data
 
 
 def _override(layer: Layer, override: str) -> None:
+    """Set what ``--set A.B=VALUE`` says; each value of a section or of a list of sections counts as set alone."""
     path, equals, text = override.partition("=")
     path = path.strip()
     try:
         if not equals:
             raise ValueError("expected A.B=VALUE")
-        value, before = literal(text.strip()), layer.origins.get(path)
-        if before is not None and _get(layer.data, path) != value:
-            layer.refusals.append(_contradiction(path, before, f"--set {path}"))
-            return
-        set_path(layer.data, path, value)
+        for leaf, value in _leaves(path, literal(text.strip())):
+            before = _origin(layer, leaf)
+            if before and _get(layer.data, leaf) != value:
+                layer.refusals.append(_contradiction(leaf, before, f"--set {path}"))
+                continue
+            set_path(layer.data, leaf, value)
+            layer.origins[leaf] = f"--set {path}"
     except ValueError as error:
         layer.refusals.append(Refusal("config", f"--set {path}", str(error), "--set section.key=value"))
-        return
-    layer.origins[path] = f"--set {path}"
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """(path, value) of everything in ``value`` that is neither a section nor a list of sections."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(f"{path}.{key}", item)
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        for number, item in enumerate(value):
+            yield from _leaves(f"{path}.{number}", item)
+    else:
+        yield path, value
+
+
+def _origin(layer: Layer, path: str) -> str:
+    """Where the value at ``path``, one in it, or one that it is in was written; "" where it was not."""
+    for written, origin in layer.origins.items():
+        if f"{written}.".startswith(f"{path}.") or path.startswith(f"{written}."):
+            return origin
+    return ""
 
 
 def _contradiction(path: str, before: str, now: str) -> Refusal:

@@ -1,7 +1,7 @@
 """``[[parallel]]`` from flags that come in any order: sizes that follow from others, and the order strategies need."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from glowplug.core.configfile import Layer
@@ -12,19 +12,39 @@ SECTION = "parallel"
 TENSOR = "tensor"
 FOLLOWING = ("ep_moe", "dp_attention")  #: strategies over the tensor ranks, in the order in which they refine them
 RANKS = f"{SECTION}[{TENSOR}].size"
+#: NOTE: a size of one is what no parallel section means, and published commands write --tp 1
+ONE_RANK: dict[str, str] = {f"{SECTION}[{use}].size": use for use in (TENSOR, *FOLLOWING)}
+Given = Sequence[tuple[Flag, str, Any]]
 
 
-def arrange(layer: Layer, given: Sequence[tuple[Flag, str, Any]]) -> list[Decision]:
+def ones(given: Given) -> dict[str, str]:
+    """Strategies to which flags give the size one, with the flag as it is spelled: {"tensor": "--tp 1"}."""
+    return {ONE_RANK[flag.path]: f"{spelling} {value}" for flag, spelling, value in given
+            if flag.path in ONE_RANK and value == 1}
+
+
+def larger_than_one(layer: Layer, given: Given) -> list[tuple[int, str]]:
+    """(number in the list, flag) of strategies to which a flag gives the size one and ``layer`` a larger one."""
+    items, single = layer.data.get(SECTION), ones(given)
+    numbered = enumerate(items if isinstance(items, list) else [])
+    return [(number, single[item["use"]]) for number, item in numbered
+            if isinstance(item, dict) and item.get("use") in single and item.get("size", 1) != 1]
+
+
+def arrange(layer: Layer, given: Given) -> list[Decision]:
     """Put the strategies that flags named into their order; a switch without a size means as many as tensor ranks.
 
-    A list that stands in a file alone is left as it is. Returns remarks on switches that mean nothing on one rank.
+    A strategy of size one goes, one that stands in a file too: the command line has precedence. A list that stands in a
+    file alone is left as it is. Returns a decision for each flag that says one, and for switches without effect.
     """
+    single = ones(given)
+    notes = [Decision(f"{SECTION}[{use}].size", 1, "operator", shown) for use, shown in single.items()]
     items = layer.data.get(SECTION)
     if not isinstance(items, list) or not any(flag.path.startswith(f"{SECTION}[") for flag, _, _ in given):
-        return []
+        return notes
     if not all(isinstance(item, dict) for item in items):
-        return []  # the parser says what is wrong with it
-    notes = _drop_for_one_rank(layer, items, given)
+        return notes  # the parser says what is wrong with it
+    notes += _drop_single(layer, items, single)
     ranks = next((item.get("size") for item in items if item.get("use") == TENSOR), None)
     for number, item in enumerate(items):
         if item.get("use") in FOLLOWING and "size" not in item and isinstance(ranks, int):
@@ -40,15 +60,22 @@ def _place(item: dict[str, Any]) -> int:
     return names.index(item["use"]) if item.get("use") in names else len(names)
 
 
-def _drop_for_one_rank(layer: Layer, items: list[Any], given: Sequence[tuple[Flag, str, Any]]) -> list[Decision]:
-    """``--tp 1 --enable-ep-moe``: published commands write it, and it means one rank."""
-    alone = [f"{spelling} {value}" for flag, spelling, value in given if flag.path == RANKS and value == 1]
-    if not alone or any(item.get("use") == TENSOR for item in items):
-        return []
-    idle = [number for number, item in enumerate(items) if item.get("use") in FOLLOWING and "size" not in item]
-    notes = [Decision(layer.origins.get(f"{SECTION}.{number}.use", SECTION), "no effect", "operator",
-                      f"there is one rank ({alone[0]})") for number in idle]
-    reorder(layer, SECTION, [number for number in range(len(items)) if number not in idle])
+def _drop_single(layer: Layer, items: list[Any], single: Mapping[str, str]) -> list[Decision]:
+    """Leave out strategies of size one, and on one rank those whose size follows from the ranks (published commands
+    write ``--tp 1 --enable-ep-moe``). Returns a note for each switch among them."""
+    dropped = {number: single[item["use"]] for number, item in enumerate(items) if item.get("use") in single}
+    alone = single.get(TENSOR)
+    notes = []
+    for number, item in enumerate(items):
+        if item.get("use") not in FOLLOWING or "size" in item:
+            continue
+        if alone is not None:
+            dropped[number] = alone
+        if number in dropped:
+            switch = layer.origins.get(f"{SECTION}.{number}.use", SECTION)
+            why = "there is one rank" if dropped[number] == alone else "its size is one"
+            notes.append(Decision(switch, "no effect", "operator", f"{why} ({dropped[number]})"))
+    reorder(layer, SECTION, [number for number in range(len(items)) if number not in dropped])
     return notes
 
 
