@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from glowplug.core.facts import Facts
 
 CONTRACT = 1  #: version of the protocols in ``core/protocols``; a component built for another is refused
+OPERATIONAL: dict[str, Any] = {"operational": True}  #: mark of an option, see :meth:`Options.marked`
 
 
 class Options(BaseModel):
@@ -31,10 +32,19 @@ class Options(BaseModel):
     use: str
 
     @classmethod
+    def marked(cls, mark: str) -> dict[str, Any]:
+        """Return what ``json_schema_extra={mark: ...}`` says, by field.
+
+        Marks: "provider" names the product that a field chooses a library for; "operational": True says that a field
+        changes how the engine runs and no answer.
+        """
+        extras = ((name, info.json_schema_extra) for name, info in cls.model_fields.items())
+        return {name: extra[mark] for name, extra in extras if isinstance(extra, dict) and extra.get(mark)}
+
+    @classmethod
     def provider_fields(cls) -> dict[str, Any]:
         """What ``json_schema_extra={"provider": ...}`` says, by field: those that name who does a product."""
-        extras = ((name, info.json_schema_extra) for name, info in cls.model_fields.items())
-        return {name: extra["provider"] for name, extra in extras if isinstance(extra, dict) and extra.get("provider")}
+        return cls.marked("provider")
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,8 @@ class ModelFacts:
         nextn_layers: number of multi-token-prediction layers it carries.
         tensors: every tensor by name; empty when only config.json was read.
         chat_template: the tokenizer's chat template, "" when it has none.
+        digest: of the weights' content: names, shapes and dtypes of all tensors, sizes of their files and samples of
+            their bytes (``facts_read.with_digest``); "" without weights, and until a plan is accepted.
         notes: remarks for the plan table.
     """
 
@@ -59,6 +61,7 @@ class ModelFacts:
     nextn_layers: int = 0
     tensors: dict[str, TensorFact] = field(default_factory=dict)
     chat_template: str = ""
+    digest: str = ""
     notes: tuple[str, ...] = ()
 
 

@@ -4,11 +4,16 @@ Nothing here maps a weight or runs code from the folder. Errors are FactsError (
 """
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from glowplug.core.errors import FactsError
 from glowplug.core.facts import ModelFacts, TensorFact
@@ -17,6 +22,8 @@ from glowplug.core.weight_classes import next_token_layer
 
 EMBEDDED = "embedded"  #: the name of the shipped model
 MAX_JSON = 64 << 20  #: bytes; a config.json or tokenizer_config.json beyond it is refused
+SAMPLES, FEWEST_SAMPLES = 256, 2  #: pieces read of a checkpoint in all, and of each of its files at least
+SAMPLE_BYTES = 4096  #: of one piece
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 #: what a family's config.json means when it does not say (transformers drops both keys for V3 on saving)
@@ -180,6 +187,34 @@ def _nextn(config: dict[str, Any], layers: int, tensors: dict[str, TensorFact]) 
     if stated and not beyond:
         return 0, (f"config.json states {stated} next-token layers, the checkpoint holds none",)
     return len(beyond), ()
+
+
+def with_digest(facts: ModelFacts) -> ModelFacts:
+    """Return ``facts`` with the digest of their weights; as they are without tensors, or with a digest.
+
+    Covers names, dtypes and shapes of all tensors, the size of each file that holds some, and samples of its bytes, so
+    that two checkpoints of one shape differ where their weights do.
+    """
+    if facts.digest or not facts.tensors:
+        return facts
+    found = hashlib.sha256(msgspec.json.encode(facts.tensors, order="sorted"))
+    files, path = sorted({fact.file for fact in facts.tensors.values()}), Path(facts.path)
+    each = max(FEWEST_SAMPLES, SAMPLES // len(files))
+    for name in files:
+        file = path / name if path.is_dir() else path
+        if file.is_file():
+            _sample(file, each, found.update)
+    return replace(facts, digest=found.hexdigest()[:16])
+
+
+def _sample(file: Path, count: int, update: Callable[[bytes], object]) -> None:
+    """Pass a file's size and ``count`` pieces of it on, at even distances up to its end."""
+    size = file.stat().st_size
+    update(size.to_bytes(8, "little"))
+    with open(file, "rb", buffering=0) as stream:
+        for number in range(1, count + 1):
+            stream.seek(max(0, size * number // count - SAMPLE_BYTES))
+            update(stream.read(SAMPLE_BYTES))
 
 
 def read_chat_template(path: Path) -> str:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from glowplug.core.component import Options
+from glowplug.core.component import OPERATIONAL, Options
 from glowplug.core.facts import ModelFacts
 from glowplug.core.offers import QuantizationOffers
 
@@ -26,7 +26,8 @@ class AttentionOptions(Options):
     page_size: int | None = Field(None, ge=1, le=1024, description="tokens a KV page; None: the plan decides")
     kv_error: float | None = Field(
         0.2, gt=0, description="most that an 8-bit KV cache may change logits, measured at start-up on random prompts, "
-                               "median divergence in nats; beyond it start is refused; None: only measured")
+                               "median divergence in nats; beyond it start is refused; None: only measured",
+        json_schema_extra=OPERATIONAL)
 
 
 class QuantizationOptions(Options):
@@ -44,7 +45,8 @@ class ParallelOptions(Options):
 
 
 class CollectivesOptions(Options):
-    timeout: float = Field(600.0, gt=0, description="seconds before a collective that does not finish ends the engine")
+    timeout: float = Field(600.0, gt=0, description="seconds before a collective that does not finish ends the engine",
+                           json_schema_extra=OPERATIONAL)
 
 
 class SpeculativeOptions(Options):

@@ -24,7 +24,10 @@ class Decision:
 
 @dataclass(frozen=True)
 class Choice:
-    """The component that fills a slot: enough to build it in a worker."""
+    """The component that fills a slot: enough to build it in a worker.
+
+    ``operational``: names of its options that change how the engine runs and no answer.
+    """
 
     slot: str
     name: str
@@ -32,6 +35,7 @@ class Choice:
     options: dict[str, Any]
     distribution: str = "built in"
     version: str = ""
+    operational: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,8 @@ class EnginePlan:
     facts: Facts
     config: dict[str, Any]  #: the operator's own configuration, as given
     plugins: tuple[str, ...]  #: names of the loaded plugin modules, defaults first
-    fingerprint: str  #: of the plugin set (``PluginSet.fingerprint``); ranks with another one refuse to start
+    plugin_fingerprint: str  #: of the plugin set (``PluginSet.fingerprint``); ranks with another one refuse to start
+    fingerprint: str = ""  #: of model, configuration and decisions (``fingerprint.plan_fingerprint``)
     hosts: int = 1  #: hosts that carry the ranks: neighbours together, in equal numbers
     sampled_last_layer: bool = False  #: prompts go through the last layer with their sampled tokens alone
     growing_segments: bool = False  #: ranks have torch's allocator grow its segments, unless its own variable is set

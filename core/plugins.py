@@ -289,10 +289,11 @@ def load_plugins_for(plan: EnginePlan) -> PluginSet:
         else:
             sources.append(found.get(name) or PluginSource(name, name, *_distribution_of(name)))
     plugins = PluginSet(sources)
-    if plugins.fingerprint != plan.fingerprint:
+    if plugins.fingerprint != plan.plugin_fingerprint:
         others = ", ".join(source.label for source in plugins.sources if source.distribution != BUILT_IN) or "none"
         raise PluginLoadError("this process loaded other plugins or versions than the plan was made with (fingerprint "
-                              f"{plugins.fingerprint}, plan {plan.fingerprint}); third-party plugins here: {others}")
+                              f"{plugins.fingerprint}, plan {plan.plugin_fingerprint}); third-party plugins here: "
+                              f"{others}")
     return plugins
 
 

@@ -17,6 +17,8 @@ from glowplug.core.config import SECRETS, Parsed, parse, recorded
 from glowplug.core.draft import Draft
 from glowplug.core.errors import ConfigError, FactsError, PlanRefused, Refusal, WeightError
 from glowplug.core.facts import Facts, HardwareFacts
+from glowplug.core.facts_read import with_digest
+from glowplug.core.fingerprint import plan_fingerprint
 from glowplug.core.machine import this_machine
 from glowplug.core.mesh import divides
 from glowplug.core.offers import QuantizationOffers
@@ -253,13 +255,16 @@ def _freeze(draft: Draft, sizes: Sizes, budget: tuple[BudgetLine, ...]) -> Engin
     for _, remarks in plugins.call_each("plan_remarks", context=draft.context(config.attention)):
         draft.decisions += remarks or ()
     _record_options(draft)
-    return EnginePlan(
+    facts, beside = draft.facts, draft.facts.draft
+    facts = replace(facts, model=with_digest(facts.model), draft=with_digest(beside) if beside is not None else None)
+    plan = EnginePlan(
         model=config.model, dtype=values["dtype"], kv_dtype=values["kv_dtype"], device=values["device"],
         seed=config.seed, overlap=values["overlap"], choices=_choices(draft), decisions=tuple(draft.decisions),
-        budget=budget, sizes=sizes, mesh=values["mesh"], facts=draft.facts, config=recorded(draft.parsed.raw),
-        plugins=plugins.names, fingerprint=plugins.fingerprint, hosts=values["hosts"],
+        budget=budget, sizes=sizes, mesh=values["mesh"], facts=facts, config=recorded(draft.parsed.raw),
+        plugins=plugins.names, plugin_fingerprint=plugins.fingerprint, hosts=values["hosts"],
         sampled_last_layer=values["sampled_last_layer"], growing_segments=values["growing_segments"],
-        chat_template=draft.facts.model.chat_template if config.chat_template is not None else "")
+        chat_template=facts.model.chat_template if config.chat_template is not None else "")
+    return replace(plan, fingerprint=plan_fingerprint(plan))
 
 
 def _choices(draft: Draft) -> tuple[Choice, ...]:
@@ -270,7 +275,7 @@ def _choices(draft: Draft) -> tuple[Choice, ...]:
             assert registration is not None
             choices.append(Choice(slot.name, chosen.name, registration.component.factory,
                                   chosen.options.model_dump(mode="json"), registration.distribution,
-                                  registration.version))
+                                  registration.version, tuple(chosen.options.marked("operational"))))
     return tuple(choices)
 
 

@@ -4,6 +4,7 @@ A plugin that reads another format builds the same :class:`Tokenizer` from its o
 """
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -128,6 +129,13 @@ class Tokenizer:
         return name.replace("\u2581", " ").encode()
 
     # ---- conversations ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hexadecimal digits for what turns text into ids and conversations into text, templates included."""
+        own = [self._sources, self._special_text, self.eos_ids, self._prepend_bos]
+        content = self.backend.to_str() + json.dumps(own, sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     @property
     def has_chat_template(self) -> bool:

@@ -201,9 +201,9 @@ def build_rank(plan: EnginePlan, rank: int, plugins: PluginSet, report: Report, 
 
     ``note`` gets a line for the log as each phase ends.
     """
-    if plugins.fingerprint != plan.fingerprint:
+    if plugins.fingerprint != plan.plugin_fingerprint:
         raise GlowplugError(f"rank {rank} loaded other plugins than the plan was made with "
-                            f"({plugins.fingerprint} against {plan.fingerprint})")
+                            f"({plugins.fingerprint} against {plan.plugin_fingerprint})")
     worker = make_worker(plan, rank, rendezvous)
     if worker.device != "cpu":
         for remark in use_segments(plan.growing_segments):  # before the allocator has anything

@@ -24,4 +24,5 @@ def bare_plan(**changes: Any) -> EnginePlan:
                        max_positions=1 << 16)
     return EnginePlan(model="fake", dtype="float32", kv_dtype="float32", device="cpu", seed=0, overlap=True, choices=(),
                       decisions=(), budget=(), sizes=sizes(**changes), mesh={},
-                      facts=Facts(model, HardwareFacts(), SoftwareFacts()), config={}, plugins=(), fingerprint="")
+                      facts=Facts(model, HardwareFacts(), SoftwareFacts()), config={}, plugins=(),
+                      plugin_fingerprint="")

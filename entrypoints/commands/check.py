@@ -1,4 +1,4 @@
-"""``glowplug check``: the plan, or every reason why there is none. Reads headers only; imports no torch."""
+"""``glowplug check``: the plan, or every reason why there is none. Reads no weights and imports no torch."""
 from __future__ import annotations
 
 import argparse

@@ -58,7 +58,7 @@ class ChatAnswer:
         self.usage = UsageCount(n)
         self._top = (request.top_logprobs or 0) if request.logprobs else 0
         self._head = {"id": f"chatcmpl-{rid}", "created": int(time.time()), "model": context.model_name,
-                      "system_fingerprint": f"fp_{context.plan.fingerprint[:10]}"}
+                      "system_fingerprint": context.fingerprint}
 
     @property
     def echoed(self) -> str:

@@ -46,7 +46,7 @@ class CompletionAnswer:
         self.choices = [self._choice(prompt, text) for prompt, text in zip(prompts, echoed, strict=True)
                         for _ in range(self.n)]
         self._head = {"id": f"cmpl-{rid}", "object": "text_completion", "created": int(time.time()),
-                      "model": context.model_name, "system_fingerprint": f"fp_{context.plan.fingerprint[:10]}"}
+                      "model": context.model_name, "system_fingerprint": context.fingerprint}
 
     def _choice(self, prompt: Prompt, text: str) -> Choice:
         logprobs = None

@@ -9,6 +9,7 @@ from pathlib import PurePath
 from fastapi import Request
 
 from glowplug.core.errors import RequestError
+from glowplug.core.fingerprint import answers_fingerprint
 from glowplug.core.options import MetricsOptions, ServerOptions
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import OutputParserFactory
@@ -37,6 +38,7 @@ class Context:
     texts: TextWorkers
     names: TokenNames
     eos_ids: frozenset[str | int | None]
+    fingerprint: str  #: ``system_fingerprint`` of every answer
     started: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
 
@@ -50,7 +52,8 @@ class Context:
                           client.group_stats)
         return Context(plan, client, tokenizer, parsers, options, metrics, Jobs(),
                        TextWorkers(tokenizer, options.tokenizer_threads, cap, plan.sizes.context_length),
-                       TokenNames(tokenizer), frozenset(tokenizer.eos_ids if tokenizer is not None else ()))
+                       TokenNames(tokenizer), frozenset(tokenizer.eos_ids if tokenizer is not None else ()),
+                       "fp_" + answers_fingerprint(plan, tokenizer.digest if tokenizer is not None else "")[:10])
 
     @property
     def model_name(self) -> str:

@@ -91,6 +91,7 @@ async def server_info(context: Server) -> Response:
         "decisions": [{"field": d.field, "value": _shown(d.field, d.value), "by": d.by, "why": sanitise(d.why)}
                       for d in plan.decisions],
         "budget": plan.budget, "plugins": plan.plugins, "fingerprint": plan.fingerprint,
+        "plugin_fingerprint": plan.plugin_fingerprint, "system_fingerprint": context.fingerprint,
         "max_total_num_tokens": plan.sizes.num_pages * plan.sizes.page_size * plan.mesh.get("dp", 1),
         "stats": msgspec.structs.asdict(context.client.stats()),
         "groups": [msgspec.structs.asdict(stats) for stats in groups] if len(groups) > 1 else [],

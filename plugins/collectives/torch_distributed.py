@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from glowplug.core.component import Component, Package
+from glowplug.core.component import OPERATIONAL, Component, Package
 from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import CollectiveOffers
 from glowplug.core.options import CollectivesOptions
@@ -15,7 +15,8 @@ RUNTIME = "glowplug.plugins.collectives.torch_distributed_runtime"
 
 class TorchDistributedOptions(CollectivesOptions):
     interface: str | None = Field(None, description="network interface over which gloo reaches other hosts; None: the "
-                                                    "one that leads to rank 0's address, loopback on a single host")
+                                                    "one that leads to rank 0's address, loopback on a single host",
+                                  json_schema_extra=OPERATIONAL)
 
 
 class GlooOptions(TorchDistributedOptions):

@@ -41,7 +41,7 @@ def identity(plan: EnginePlan) -> bytes:
         "glowplug": glowplug.__version__,
         "python": ".".join(platform.python_version_tuple()[:2]),
         "torch": installed("torch"),
-        "plugins": f"{plan.fingerprint} ({', '.join(others) or 'built-in ones only'})",
+        "plugins": f"{plan.plugin_fingerprint} ({', '.join(others) or 'built-in ones only'})",
         "checkpoint": _checkpoint(plan.facts.model),
         "layout": _shown(layout), "components": _shown(components), "numbers": _shown(numbers),
         "sizes": _shown(msgspec.to_builtins(plan.sizes)),
@@ -50,8 +50,8 @@ def identity(plan: EnginePlan) -> bytes:
 
 
 def _checkpoint(facts: ModelFacts) -> str:
-    """Shapes, dtypes and configuration; where the folder lies may differ."""
-    content = msgspec.json.encode([facts.config, msgspec.to_builtins(facts.tensors)], order="sorted")
+    """Configuration, shapes, dtypes and samples of the weights; where the folder lies may differ."""
+    content = msgspec.json.encode([facts.config, facts.tensors, facts.digest], order="sorted")
     digest = hashlib.sha256(content).hexdigest()[:16]
     return f"{facts.architecture}, {len(facts.tensors)} tensors, {digest}"
 

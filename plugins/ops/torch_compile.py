@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from glowplug.core.component import CheckContext, Component
+from glowplug.core.component import OPERATIONAL, CheckContext, Component
 from glowplug.core.errors import Refusal
 from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import OpsOffers
@@ -22,7 +22,8 @@ class TorchCompileOptions(OpsOptions):
     max_batch: int = Field(32, ge=1, description="sequences in a step up to which it is compiled; larger steps, and "
                                                  "long prompts, take the kernels that are there without")
     cache_dir: str | None = Field(None, description="folder in which compiled programs are kept between starts; None: "
-                                                    "TORCHINDUCTOR_CACHE_DIR, or ~/.cache/glowplug/inductor")
+                                                    "TORCHINDUCTOR_CACHE_DIR, or ~/.cache/glowplug/inductor",
+                                  json_schema_extra=OPERATIONAL)
 
 
 def check_torch_compile(context: CheckContext) -> Iterator[Refusal]:

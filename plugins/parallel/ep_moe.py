@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from glowplug.core.component import CheckContext, Component
+from glowplug.core.component import OPERATIONAL, CheckContext, Component
 from glowplug.core.errors import Refusal
 from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import GraphOffers, ParallelOffers
@@ -23,7 +23,8 @@ class EpMoeOptions(ParallelOptions):
         "auto", description="how tokens reach their experts. all_gather: every rank gets every token. all_to_all: a "
                             "token goes to the ranks that hold one of its experts (row counts pass through the host). "
                             "all_to_all_static: the same in a buffer of fixed shape. auto is all_gather")
-    count_load: bool = Field(True, description="count the tokens that choose each expert (expert_load in /server_info)")
+    count_load: bool = Field(True, description="count the tokens that choose each expert (expert_load in /server_info)",
+                             json_schema_extra=OPERATIONAL)
 
 
 def check_ep_moe(context: CheckContext) -> Iterator[Refusal]:

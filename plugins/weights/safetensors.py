@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from glowplug.core.component import Component
+from glowplug.core.component import OPERATIONAL, Component
 from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import WeightOffers
 from glowplug.core.options import WeightOptions
@@ -13,7 +13,8 @@ from glowplug.core.options import WeightOptions
 
 class SafetensorsOptions(WeightOptions):
     use: Literal["safetensors"] = "safetensors"
-    progress: bool = Field(True, description="show a progress bar when standard error is a terminal")
+    progress: bool = Field(True, description="show a progress bar when standard error is a terminal",
+                           json_schema_extra=OPERATIONAL)
 
 
 @hookimpl

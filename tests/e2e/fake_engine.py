@@ -61,7 +61,8 @@ def make_plan(*, context: int = 4096, **config: object) -> EnginePlan:
     return EnginePlan(
         model="/models/fake", dtype="float32", kv_dtype="float32", device="cpu", seed=0, overlap=True, choices=(),
         decisions=(), budget=(), sizes=sizes, mesh={}, facts=Facts(model, HardwareFacts(), SoftwareFacts()),
-        config=dict(config), plugins=(), fingerprint="0123456789abcdef")
+        config=dict(config), plugins=(), plugin_fingerprint="0123456789abcdef",
+        fingerprint="fedcba9876543210")
 
 
 @dataclass

@@ -1,13 +1,18 @@
 """The routes beside generation: text, models, information, the schema, browsers."""
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import httpx
 import pytest
 
 from glowplug import __version__
+from glowplug.core.tokenizer import Tokenizer
+from glowplug.entrypoints.client import EngineClient
+from glowplug.entrypoints.server.context import Context
 from glowplug.entrypoints.server.routes import ROUTES
+from tests.e2e.fake_engine import TEMPLATE, make_plan, make_tokenizer
 from tests.e2e.serving import Served, served
 
 
@@ -89,3 +94,33 @@ def test_browsers_are_let_in_only_when_configured(client: httpx.Client) -> None:
         assert opened.headers["access-control-allow-origin"] == "https://example.org"
         other = httpx.options(one.url + "/v1/chat/completions", headers={**asks, "Origin": "https://evil.org"})
         assert "access-control-allow-origin" not in other.headers
+
+
+def system_fingerprint(**config: dict[str, object]) -> str:
+    """What a server with this configuration says in every form of answer."""
+    messages = [{"role": "user", "content": "say:x"}]
+    bodies = (("/v1/completions", {"prompt": "say:x"}), ("/v1/chat/completions", {"messages": messages}))
+    with served(**config) as server, httpx.Client(base_url=server.url, headers={"Authorization": "Bearer k"}) as one:
+        found = {one.get("/server_info").json()["system_fingerprint"]}
+        for route, body in bodies:
+            found.add(one.post(route, json={**body, "max_tokens": 2}).json()["system_fingerprint"])
+            stream = one.post(route, json={**body, "max_tokens": 2, "stream": True}).text
+            found |= set(re.findall(r'"system_fingerprint": ?"([^"]+)"', stream))
+    assert len(found) == 1 and re.fullmatch("fp_[0-9a-f]{10}", min(found))
+    return min(found)
+
+
+def test_the_system_fingerprint_follows_the_configuration_and_not_the_keys() -> None:
+    plain = system_fingerprint()
+    assert system_fingerprint(server={"api_key": "k", "served_model_name": "b"}, log={"level": "error"}) == plain
+    assert system_fingerprint(server={"default_max_tokens": 3}) != plain
+
+
+def test_the_system_fingerprint_follows_the_tokenizer_and_its_template() -> None:
+    tokenizer, other = make_tokenizer(), make_tokenizer()
+    assert tokenizer.digest == other.digest
+    templated = Tokenizer(other.backend, chat_template=TEMPLATE + " ", special_tokens={"bos_token": "<bos>",
+                                                                                       "eos_token": "<eos>"})
+    found = [Context.of(make_plan(), EngineClient(make_plan(), one, ()), one, ()).fingerprint
+             for one in (tokenizer, other, templated, None)]
+    assert found[0] == found[1] and len(set(found)) == 3

@@ -175,7 +175,7 @@ def test_nothing_stays_registered_after_a_failure() -> None:
 def test_a_worker_loads_the_same_set_or_refuses(site: Path, planned) -> None:
     distribution(site, "glowplug-good", "1.2", REGISTER.format("[made()]"))
     plan = planned(plugins=load_plugins())
-    assert load_plugins_for(plan).fingerprint == plan.fingerprint
+    assert load_plugins_for(plan).fingerprint == plan.plugin_fingerprint
     bare = planned(plugins=load_plugins(block=["mine"]))
     assert load_plugins_for(bare).find("attention", "mine") is None
     (site / "glowplug_good-1.2.dist-info" / "METADATA").write_text(

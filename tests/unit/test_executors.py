@@ -176,7 +176,7 @@ def test_another_plan_is_named_with_the_values_of_both(tmp_path: Path, config: d
 
 def test_other_plugins_versions_and_checkpoints_are_named(tmp_path: Path) -> None:
     plan = planned(tmp_path)
-    other = replace(plan, fingerprint="0" * 16, plugins=(*plan.plugins, "third_party"))
+    other = replace(plan, plugin_fingerprint="0" * 16, plugins=(*plan.plugins, "third_party"))
     (plugins,) = differences([identity(plan), identity(other)], ["host 0", "host 1"])
     assert plugins.field == "plugins" and "third_party" in plugins.reason
     ours = identity(plan)
