@@ -118,7 +118,7 @@ def _model(draft: Draft) -> None:
         known |= found.component.offers.architectures
         if architecture in found.component.offers.architectures:
             draft.chosen["model"] = (chosen_of(found.component, options_of(found.component)),)
-            draft.decide("model", found.component.name, "facts", f"config.json says {architecture}")
+            draft.decide("model.family", found.component.name, "facts", f"config.json says {architecture}")
             return
         if architecture in found.component.offers.draft_architectures:
             draft.refusals.append(_draft_alone(draft, found.component.name))
@@ -160,7 +160,7 @@ def _take_many(draft: Draft, slot: Slot, asked: tuple[Options, ...]) -> bool:
         draft.decide(f"{slot.section}.{number}.use", options.use, by, why)
     if asked or slot.default == "auto":
         if not asked:
-            draft.decide(slot.section, "none", "default", "not asked for")
+            draft.decide(slot.section, "none", *(draft.source(slot.section) or ("default", "not asked for")))
         return True
     found = draft.plugins.find(slot.name, slot.default)
     if found is None:
@@ -168,7 +168,8 @@ def _take_many(draft: Draft, slot: Slot, asked: tuple[Options, ...]) -> bool:
                                       f"write a [[{slot.section}]] section, or do not block its plugin"))
         return True
     _put(draft, slot, slot.default, options_of(found.component))
-    draft.decide(f"{slot.section}.0.use", slot.default, "default", found.component.summary)
+    by, why = draft.source(slot.section) or ("default", found.component.summary)
+    draft.decide(f"{slot.section}.0.use", slot.default, by, why)
     return True
 
 
@@ -326,16 +327,17 @@ def _overlap(draft: Draft) -> None:
     asked, beside = draft.config.scheduler.overlap, draft.values["device"] != "cpu"
     wanted = beside if asked is None else asked
     waiting = [chosen.name for _, chosen in draft.step_path() if not chosen.offers.overlap]
-    draft.values["overlap"] = wanted and not waiting
+    overlap = draft.values["overlap"] = wanted and not waiting
     source = draft.source("scheduler.overlap")
-    if source is not None and asked is not None and wanted != bool(waiting):
-        draft.decide("scheduler.overlap", wanted, *source)
-    elif waiting and wanted:
-        draft.decide("scheduler.overlap", False, waiting[0], f"{', '.join(waiting)} waits for the device within a step")
-    elif not wanted:
-        draft.decide("scheduler.overlap", False, "auto", "the CPU computes a step while it is launched")
+    if source is not None and asked == overlap:
+        by, why = source
+    elif overlap:
+        by, why = "auto", "the next step starts before the last one is read"
+    elif wanted:
+        by, why = waiting[0], f"{', '.join(waiting)} waits for the device within a step"
     else:
-        draft.decide("scheduler.overlap", True, "auto", "the next step starts before the last one is read")
+        by, why = "auto", "the CPU computes a step while it is launched"
+    draft.decide("scheduler.overlap", overlap, by, why)
 
 
 

@@ -41,6 +41,14 @@ class Options(BaseModel):
         extras = ((name, info.json_schema_extra) for name, info in cls.model_fields.items())
         return {name: extra[mark] for name, extra in extras if isinstance(extra, dict) and extra.get(mark)}
 
+    def without_effect(self, context: CheckContext) -> dict[str, str]:
+        """Return the fields that change nothing in this plan, each with the reason, one clause.
+
+        Called once a plan is accepted, with everything chosen and sized. Fields that were not given, and those left to
+        the plan (None, "auto"), may be among them and are not reported. An override adds to what its base returns.
+        """
+        return {}
+
     @classmethod
     def provider_fields(cls) -> dict[str, Any]:
         """What ``json_schema_extra={"provider": ...}`` says, by field: those that name who does a product."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, cast
 import msgspec
 from pydantic import Field, ValidationError, create_model
 
-from glowplug.core.component import Options
+from glowplug.core.component import CheckContext, Options
 from glowplug.core.config_errors import Explained, explain, unwritable, without_use
 from glowplug.core.errors import Refusal
 from glowplug.core.options import (
@@ -81,6 +81,13 @@ class EngineConfig(Section):
         weights: WeightOptions
         executor: ExecutorOptions
         ops: OpsOptions
+
+    def without_effect(self, context: CheckContext) -> dict[str, str]:
+        found = {"revision": "the model is read where it is, nothing is downloaded",
+                 "trust_remote_code": "code from a model folder is never run"}
+        if self.skip_tokenizer:
+            found |= dict.fromkeys(("tokenizer", "chat_template"), "this engine runs without a tokenizer")
+        return found
 
     def section(self, slot: Slot) -> tuple[Options, ...]:
         """What the operator asked for in a slot; empty for a slot without a section."""

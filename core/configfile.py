@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from glowplug.core.component import Options
 from glowplug.core.errors import ConfigError, Refusal
+from glowplug.core.options import OPTION_BASES
 
 if TYPE_CHECKING:
     from glowplug.core.plugins import PluginSet
@@ -23,11 +25,18 @@ _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 @dataclass
 class Layer:
-    """Values from one source. ``origins``: place by dotted path; ``refusals``: what was wrong in reading them."""
+    """Values from one source.
+
+    Attributes:
+        origins: place by dotted path.
+        refusals: what was wrong in reading them.
+        replaced: (path, value, why) of options of components that another layer has replaced.
+    """
 
     data: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     refusals: list[Refusal] = field(default_factory=list)
+    replaced: list[tuple[str, Any, str]] = field(default_factory=list)
 
 
 def read_config(path: Path, plugins: PluginSet) -> Layer:
@@ -117,7 +126,10 @@ def merge(over: Layer, under: Layer) -> Layer:
     """``over`` wins, key by key. Lists of sections merge by ``use``; every other list is replaced."""
     merged = Layer(dict(under.data), dict(under.origins), [*under.refusals, *over.refusals])
     for key, value in over.data.items():
+        merged.replaced += _replaced(key, value, merged.data.get(key), over, under)
         merged.data[key] = _merge(value, merged.data.get(key), key, over, merged)
+    for path, _, _ in merged.replaced:
+        merged.origins.pop(path, None)
     for path, place in over.origins.items():
         if path.partition(".")[0] not in _LISTS:
             merged.origins[path] = place
@@ -127,6 +139,23 @@ def merge(over: Layer, under: Layer) -> Layer:
 _LISTS = frozenset({"parallel", "outputs"})
 
 
+def _replaced(section: str, value: Any, below: Any, over: Layer, under: Layer) -> list[tuple[str, Any, str]]:
+    """Options below that go with the component that ``value`` replaces, each with its place and what replaces it."""
+    if not isinstance(value, dict) or not isinstance(below, dict) or "use" not in value or "use" not in below:
+        return []
+    if value["use"] == below["use"]:
+        return []
+    said = over.origins.get(f"{section}.use", f"{section}.use")
+    paths = {key: f"{section}.{key}" for key in below if key not in value and key not in _common(section)}
+    return [(path, below[key], f"{under.origins.get(path, 'given')}; no effect: {said} replaces {below['use']}")
+            for key, path in paths.items()]
+
+
+def _common(section: str) -> frozenset[str]:
+    """Options that every component of a section has."""
+    return frozenset(OPTION_BASES.get(section, Options).model_fields)
+
+
 def _merge(value: Any, below: Any, path: str, over: Layer, merged: Layer) -> Any:
     if path in _LISTS and isinstance(value, list):
         return _merge_list(value, below if isinstance(below, list) else [], path, over, merged)
@@ -134,9 +163,9 @@ def _merge(value: Any, below: Any, path: str, over: Layer, merged: Layer) -> Any
         joined = dict(below)
         for key, item in value.items():
             joined[key] = _merge(item, below.get(key), f"{path}.{key}", over, merged)
-        # NOTE: options of a component the command line has replaced are not options of its successor.
+        # NOTE: a component's own options are not options of the one that replaces it on the command line.
         if "use" in value and below.get("use", value["use"]) != value["use"]:
-            joined = dict(value)
+            joined = {key: item for key, item in joined.items() if key in value or key in _common(path)}
         return joined
     return value
 

@@ -12,6 +12,7 @@ from glowplug.core.config import EngineConfig, Parsed
 from glowplug.core.config_errors import place
 from glowplug.core.errors import Refusal
 from glowplug.core.facts import Facts
+from glowplug.core.options import Section
 from glowplug.core.plan import Decision
 from glowplug.core.slots import BY_NAME, SLOTS, Slot
 from glowplug.core.weight_classes import Tally
@@ -83,7 +84,7 @@ class Draft:
         """Distribution and version of a component, for refusals."""
         return self.plugins.source_of(slot, name).origin
 
-    def context(self, options: Options) -> CheckContext:
+    def context(self, options: Options | Section) -> CheckContext:
         return CheckContext(options, self.config, self.facts, self.chosen, self.values)
 
 

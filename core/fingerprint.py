@@ -90,7 +90,8 @@ def _options(plan: EnginePlan, choice: Choice) -> dict[str, Any]:
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
     """What the operator wrote outside of the sections of slots, defaults filled in, without keys and decided fields."""
     given = {key: value for key, value in config.items() if key in EngineConfig.model_fields}
-    settings = EngineConfig.model_validate({"model": "?", **given}).model_dump(mode="json", exclude=set(DECIDED))
+    parsed = EngineConfig.model_validate_json(msgspec.json.encode({"model": "?", **given}))
+    settings = parsed.model_dump(mode="json", exclude=set(DECIDED))
     for path in SECRETS:
         section, _, key = path.partition(".")
         settings[section].pop(key, None)

@@ -9,8 +9,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from glowplug.core.component import OPERATIONAL, Options
+from glowplug.core.component import OPERATIONAL, CheckContext, Options
 from glowplug.core.facts import ModelFacts
+from glowplug.core.memory.layout import DTYPE_BYTES
 from glowplug.core.offers import QuantizationOffers
 
 
@@ -18,6 +19,10 @@ class Section(BaseModel):
     """Base of the sections that no plugin fills."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def without_effect(self, context: CheckContext) -> dict[str, str]:
+        """Return the fields that change nothing in this plan, each with the reason; see ``Options.without_effect``."""
+        return {}
 
 
 class AttentionOptions(Options):
@@ -29,8 +34,23 @@ class AttentionOptions(Options):
                                "median divergence in nats; beyond it start is refused; None: only measured",
         json_schema_extra=OPERATIONAL)
 
+    def without_effect(self, context: CheckContext) -> dict[str, str]:
+        kept = context.values["kv_dtype"]
+        return {"kv_error": f"a KV cache in {kept} is not measured"} if DTYPE_BYTES[kept] > 1 else {}
+
 
 class QuantizationOptions(Options):
+    def without_effect(self, context: CheckContext) -> dict[str, str]:
+        """Libraries named for products that do not run."""
+        products, device = self.provider_fields(), context.values["device"]
+        (scheme,) = context.chosen["quantization"]
+        assert isinstance(scheme.offers, QuantizationOffers)
+        if self.dequantizes(device, scheme.offers):
+            return dict.fromkeys(products, "weights are dequantised while they load")
+        if context.facts.model.n_routed_experts:
+            return {}
+        return {name: "the model has no routed experts" for name, product in products.items() if product == "experts"}
+
     def dequantizes(self, device: str, offers: QuantizationOffers) -> bool:
         """Are quantized weights kept in the compute dtype on ``device``?"""
         return device in offers.dequantizes
@@ -47,6 +67,9 @@ class ParallelOptions(Options):
 class CollectivesOptions(Options):
     timeout: float = Field(600.0, gt=0, description="seconds before a collective that does not finish ends the engine",
                            json_schema_extra=OPERATIONAL)
+
+    def without_effect(self, context: CheckContext) -> dict[str, str]:
+        return {"timeout": "one rank waits for no other"} if context.values["ranks"] == 1 else {}
 
 
 class SpeculativeOptions(Options):
@@ -116,6 +139,12 @@ class ExecutorOptions(Options):
     start_timeout: float = Field(1800.0, gt=0, description="seconds a rank may take to become ready")
     watchdog: float = Field(300.0, gt=0, description="seconds without a heartbeat before a rank counts as hung")
 
+    def without_effect(self, context: CheckContext) -> dict[str, str]:
+        each = -(-context.values["ranks"] // context.values["hosts"])
+        if context.values["device"] != "cpu":
+            return {"oversubscribe": "ranks on CUDA devices have one each"}
+        return {"oversubscribe": "each rank has a core"} if each <= context.facts.hardware.cpu_cores else {}
+
 
 class OpsOptions(Options):
     pass
@@ -153,6 +182,12 @@ class MemoryOptions(Section):
                             "were not run with it; PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF, where set, stands "
                             "instead")
 
+    def without_effect(self, context: CheckContext) -> dict[str, str]:
+        found = {"kv_bytes": "memory.kv_tokens decides"} if self.kv_tokens is not None else {}
+        if context.values["device"] != "cuda":
+            found["growing_segments"] = "segments are those of a CUDA device"
+        return found
+
 
 class ServerOptions(Section):
     host: str = Field("127.0.0.1", description="address the HTTP listener binds; nothing else listens")
@@ -177,6 +212,14 @@ class ServerOptions(Section):
     tokenizer_info: bool = Field(True, description="serve /tokenizer_info: special tokens and the chat template")
     tokenizer_threads: int = Field(2, ge=1, le=64, description="threads for templates and tokenization")
 
+    def without_effect(self, context: CheckContext) -> dict[str, str]:
+        found = {}
+        if context.config.skip_tokenizer:
+            found = dict.fromkeys(("tokenizer_threads", "max_prompt_bytes"), "requests bring token ids alone")
+        if self.api_key is None and self.admin_api_key is None:
+            found["open_routes"] = "every route is open without a key"
+        return found
+
 
 class LogOptions(Section):
     level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level shown")
@@ -187,3 +230,6 @@ class LogOptions(Section):
 class MetricsOptions(Section):
     enabled: bool = Field(True, description="serve /metrics")
     compat: tuple[Literal["vllm", "sglang"], ...] = Field((), description="also export core series under these names")
+
+    def without_effect(self, context: CheckContext) -> dict[str, str]:
+        return {} if self.enabled else {"compat": "metrics.enabled is false"}

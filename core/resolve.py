@@ -7,32 +7,34 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
+from types import MappingProxyType
 from typing import Any
 
 from glowplug.core.checking import run_checks
 from glowplug.core.checks import component_checks, stacking
 from glowplug.core.checks_ranks import out_of_order
 from glowplug.core.choose import choose, unfit
-from glowplug.core.config import SECRETS, Parsed, parse, recorded
+from glowplug.core.component import Chosen
+from glowplug.core.config import SECRETS, EngineConfig, Parsed, parse, recorded
 from glowplug.core.draft import Draft
-from glowplug.core.errors import ConfigError, FactsError, PlanRefused, Refusal, WeightError
+from glowplug.core.errors import ConfigError, FactsError, PlanRefused, PluginLoadError, Refusal, WeightError
 from glowplug.core.facts import Facts, HardwareFacts
 from glowplug.core.facts_read import with_digest
 from glowplug.core.fingerprint import plan_fingerprint
 from glowplug.core.machine import this_machine
 from glowplug.core.mesh import divides
-from glowplug.core.offers import QuantizationOffers
-from glowplug.core.options import QuantizationOptions, SpeculativeOptions
+from glowplug.core.options import Section, SpeculativeOptions
 from glowplug.core.plan import BudgetLine, Choice, Decision, EnginePlan, Sizes
 from glowplug.core.plugins import ModelReading, PluginSet, load_plugins
 from glowplug.core.sizing import size
-from glowplug.core.slots import SLOTS
+from glowplug.core.slots import SLOTS, Slot
 
 
 def plan(config: Mapping[str, Any], *, source: str = "the configuration", lines: Mapping[str, int] | None = None,
          origins: Mapping[str, str] | None = None, plugins: PluginSet | None = None,
          hardware: HardwareFacts | None = None, contributed: Mapping[str, Any] | None = None,
-         prior: Sequence[Refusal] = (), notes: Sequence[Decision] = ()) -> EnginePlan:
+         prior: Sequence[Refusal] = (), notes: Sequence[Decision] = (),
+         unused: Mapping[str, str] = MappingProxyType({})) -> EnginePlan:
     """The plan for ``config``.
 
     Args:
@@ -45,6 +47,7 @@ def plan(config: Mapping[str, Any], *, source: str = "the configuration", lines:
         contributed: the caller's own defaults by dotted path; they yield to the operator's values.
         prior: refusals found before (while reading the file), reported with the others.
         notes: decisions made before (flags without effect), recorded in the plan.
+        unused: sections that the caller makes no use of, with the reason.
 
     Raises ConfigError when something could not be parsed, PlanRefused when it cannot run; both carry every reason.
     """
@@ -73,7 +76,7 @@ def plan(config: Mapping[str, Any], *, source: str = "the configuration", lines:
         raise ConfigError(_unique(found), source)
     if found or sized is None:
         raise PlanRefused(_unique(found), source)
-    return _freeze(draft, *sized)
+    return _freeze(draft, *sized, unused)
 
 
 # ---- facts ----------------------------------------------------------------------------------------------------------
@@ -156,18 +159,12 @@ def _contributions(plugins: PluginSet, facts: Facts | None, own: Mapping[str, An
 
 
 def _remarks(draft: Draft) -> list[Decision]:
-    config, model = draft.config, draft.facts.model
+    model = draft.facts.model
     remarks = [Decision("facts", note, "facts", "the checkpoint") for note in model.notes]
     if draft.facts.hardware.packages is not None:
         remarks.append(_packages(draft.facts.hardware.packages, draft.facts.software.packages))
-    if config.trust_remote_code:
-        remarks.append(Decision("trust_remote_code", "no effect", "operator",
-                                "accepted; code from a model folder is never run"))
-    if config.chat_template is not None:
-        remarks.append(_template_decision(draft, config.chat_template))
-    if config.revision is not None:
-        remarks.append(Decision("revision", "no effect", "operator",
-                                "accepted; the model is read where it is, nothing is downloaded"))
+    if draft.config.chat_template is not None:
+        remarks.append(_template_decision(draft, draft.config.chat_template))
     return remarks
 
 
@@ -185,9 +182,7 @@ def _template_decision(draft: Draft, given: str) -> Decision:
     from glowplug.core.chat_template import is_inline
 
     by, why = draft.source("chat_template") or ("default", "")
-    idle = "; no effect: this engine runs without a tokenizer" if draft.config.skip_tokenizer else ""
-    shown = "inline" if is_inline(given) else PurePath(given).name
-    return Decision("chat_template", shown, by, why + idle)
+    return Decision("chat_template", "inline" if is_inline(given) else PurePath(given).name, by, why)
 
 
 def _enriched(parsed: Parsed, draft: Draft) -> list[Refusal]:
@@ -249,12 +244,12 @@ def _complete(draft: Draft) -> bool:
 # ---- freeze ---------------------------------------------------------------------------------------------------------
 
 
-def _freeze(draft: Draft, sizes: Sizes, budget: tuple[BudgetLine, ...]) -> EnginePlan:
+def _freeze(draft: Draft, sizes: Sizes, budget: tuple[BudgetLine, ...], unused: Mapping[str, str]) -> EnginePlan:
     config, values, plugins = draft.config, draft.values, draft.plugins
     draft.decide("seed", config.seed, *(draft.source("seed") or ("default", "")))
     for _, remarks in plugins.call_each("plan_remarks", context=draft.context(config.attention)):
         draft.decisions += remarks or ()
-    _record_options(draft)
+    _record_options(draft, unused)
     facts, beside = draft.facts, draft.facts.draft
     facts = replace(facts, model=with_digest(facts.model), draft=with_digest(beside) if beside is not None else None)
     plan = EnginePlan(
@@ -279,27 +274,53 @@ def _choices(draft: Draft) -> tuple[Choice, ...]:
     return tuple(choices)
 
 
-def _record_options(draft: Draft) -> None:
-    """Every value the operator wrote that no pass has decided on is a decision of the operator."""
+def _record_options(draft: Draft, unused: Mapping[str, str]) -> None:
+    """Every value the operator wrote that no pass has decided on is a decision of the operator; a given value without
+    effect says so."""
     decided = {decision.field for decision in draft.decisions}
     for path, value in draft.parsed.operator.items():
-        section = isinstance(value, Mapping) or path in _LISTS
-        if section or path in decided or path.partition(".")[0] in decided:
+        if isinstance(value, Mapping) or path in _LISTS or path in decided:
             continue
         shown = "***" if path in SECRETS and value is not None else value
         by, why = draft.source(path) or ("operator", "")
-        draft.decide(path, list(shown) if isinstance(shown, tuple) else shown, by, why + _idle(draft, path))
+        draft.decide(path, list(shown) if isinstance(shown, tuple) else shown, by, why)
+    idle = _without_effect(draft)
+    idle |= {path: unused[path.partition(".")[0]] for path in draft.parsed.operator if path.partition(".")[0] in unused}
+    draft.decisions = [replace(decision, why=f"{decision.why}; no effect: {idle[decision.field]}")
+                       if _given(draft, decision) and decision.field in idle else decision
+                       for decision in draft.decisions]
 
 
-def _idle(draft: Draft, path: str) -> str:
-    """What to add for a library that was named for products which do not run where weights are dequantised."""
-    section, _, key = path.partition(".")
-    scheme = draft.first("quantization") if section == "quantization" else None
-    if scheme is None or key not in scheme.options.provider_fields() or getattr(scheme.options, key) == "auto":
-        return ""
-    assert isinstance(scheme.options, QuantizationOptions) and isinstance(scheme.offers, QuantizationOffers)
-    idle = scheme.options.dequantizes(draft.values["device"], scheme.offers)
-    return "; no effect: weights are dequantised while they load" if idle else ""
+def _given(draft: Draft, decision: Decision) -> bool:
+    """Does a decision hold a value that the operator or a plugin gave, and that does not leave the choice to the plan?
+    """
+    source = draft.source(decision.field)
+    return source is not None and source[0] == decision.by and decision.value not in (None, "auto")
+
+
+def _without_effect(draft: Draft) -> dict[str, str]:
+    """Reasons why options change nothing in this plan, by dotted path, as components and sections state them."""
+    found: dict[str, str] = {}
+    for slot in SLOTS:
+        for number, chosen in enumerate(draft.chosen[slot.name]):
+            prefix = f"{slot.section}.{number}" if slot.many else slot.section
+            found |= {f"{prefix}.{name}": why for name, why in _stated(draft, slot, chosen).items()}
+    config = draft.config
+    for key in EngineConfig.model_fields:
+        section = getattr(config, key)
+        if isinstance(section, Section):
+            stated = section.without_effect(draft.context(section))
+            found |= {f"{key}.{name}": why for name, why in stated.items()}
+    return found | config.without_effect(draft.context(config))
+
+
+def _stated(draft: Draft, slot: Slot, chosen: Chosen) -> dict[str, str]:
+    try:
+        return chosen.options.without_effect(draft.context(chosen.options))
+    except Exception as error:
+        label = draft.plugins.source_of(slot.name, chosen.name).label
+        raise PluginLoadError(f"plugin {label}: without_effect of {slot.name} {chosen.name} failed: "
+                              f"{type(error).__name__}: {error}") from error
 
 
 _LISTS = frozenset(slot.section for slot in SLOTS if slot.many)

@@ -126,12 +126,10 @@ def _given_or(draft: Draft, path: str, given: int | None, otherwise: int, why: s
 
 
 def _grows(draft: Draft, device: str) -> bool:
-    """Will torch's allocator grow its segments? Told on a device that has any, elsewhere where somebody asked."""
+    """Return whether torch's allocator grows its segments; decided on a device that has any."""
     path = "memory.growing_segments"
     asked, source = draft.config.memory.growing_segments, draft.source(path)
     if device != "cuda":
-        if source is not None and asked is not False:
-            draft.decide(path, False, "size", f"no effect on {device}: segments are those of a CUDA device")
         return False
     if asked != "auto":
         draft.decide(path, asked, *(source or ("default", "")))

@@ -181,7 +181,8 @@ def read_command_line(args: argparse.Namespace, plugins: PluginSet | None = None
               for name in dict.fromkeys(getattr(args, "always_so", None) or ())]
     if args.config:
         layer = merge(layer, read_config(Path(args.config), plugins))
-    notes += arrange(layer, getattr(args, "engine_flags", []))
+    notes += [Decision(path, value, "operator", why) for path, value, why in layer.replaced]
+    notes += [*arrange(layer, getattr(args, "engine_flags", [])), *_alone(layer, getattr(args, "engine_flags", []))]
     _attention_of_kind(layer, plugins)
     hardware = None
     if args.facts:
@@ -252,11 +253,21 @@ def _written(flag: Flag, spelling: str, value: Any) -> str:
 
 
 def _moot(flag: Flag, spelled: set[str]) -> str:
-    rule = MOOT.get(flag.names[0])
-    if rule is None:
-        return ""
-    other, when_given, why = rule
-    return f"{why} ({other})" if (other in spelled) == when_given else ""
+    other, when_given, why = MOOT.get(flag.names[0], ("", False, ""))
+    return f"{why} ({other})" if when_given and other in spelled else ""
+
+
+def _alone(layer: Layer, given: Sequence[tuple[Flag, str, Any]]) -> list[Decision]:
+    """Leave out what flags say of a component that nothing in ``layer`` names; a note for each."""
+    notes = []
+    for flag, spelling, _ in given:
+        other, when_given, why = MOOT.get(flag.names[0], ("", True, ""))
+        section, _, key = flag.path.partition(".")
+        held = layer.data.get(section)
+        if not when_given and isinstance(held, dict) and key in held and held.get("use") in (None, "auto"):
+            del held[key], layer.origins[flag.path]
+            notes.append(Decision(spelling, "no effect", "operator", f"{why} (no {other})"))
+    return notes
 
 
 def _shown(value: Any) -> str:

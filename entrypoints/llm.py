@@ -23,6 +23,9 @@ from glowplug.entrypoints.inputs import Message, Prompt
 from glowplug.entrypoints.launch import start_executor
 from glowplug.entrypoints.model_text import eos_ids, open_tokenizer
 
+#: sections of the server alone
+UNUSED = dict.fromkeys(("server", "log", "metrics"), "LLM(...) serves no HTTP and sets up no log")
+
 News = tuple[Stream, Delta]
 
 
@@ -76,7 +79,7 @@ class LLM:
     def __init__(self, model: str = "embedded", *, plugins: Sequence[str] = (), **config: Any) -> None:
         self._plugins = load_plugins(extra=tuple(plugins))
         self.plan: EnginePlan = make_plan({"model": model, **config}, source="LLM(...)", plugins=self._plugins,
-                                          contributed={"executor.use": "inline"})
+                                          contributed={"executor.use": "inline"}, unused=UNUSED)
         self.tokenizer = open_tokenizer(self.plan, self._plugins)
         self._front = Front(self.plan, self.tokenizer, eos_ids(self.plan, self.tokenizer))
         self._executor = start_executor(self.plan, self._plugins)

@@ -149,7 +149,7 @@ def _decide(draft: Draft, sizes: tuple[int, ...], rows: int) -> None:
     left_out = sorted(set(asked) - set(sizes))
     if left_out:
         limit = f"{rows} sequences run at most" if left_out[-1] > rows else "graphs.max_batch is lower"
-        by, why = "size", f"without {', '.join(map(str, left_out))}: {limit}"
+        why += f"; without {', '.join(map(str, left_out))}: {limit}"
     draft.decide("graphs.batch_sizes", list(sizes), by, why)
 
 
@@ -162,5 +162,5 @@ def _decide_counts(draft: Draft, counts: tuple[int, ...], step_tokens: int) -> N
         if left_out:
             limit = (f"a step has {step_tokens} at most" if left_out[-1] > step_tokens
                      else "graphs.max_prefill_tokens is lower")
-            by, why = "size", f"without {', '.join(map(str, left_out))}: {limit}"
+            why += f"; without {', '.join(map(str, left_out))}: {limit}"
     draft.decide("graphs.prefill_tokens", list(counts), by, why)

@@ -31,6 +31,16 @@ class AbsorbedOptions(AttentionOptions):
         "auto", description="weights of the absorbed products (W_UK, W_UV) in decode steps of few tokens: as the block "
                             "FP8 checkpoint stores them, or 16 bits; auto: stored ones where they were measured faster")
 
+    def without_effect(self, context: CheckContext) -> dict[str, str]:
+        found = super().without_effect(context)
+        return found if keeps_blocks(context) else {**found, "absorbed": "no weights in block FP8 are kept"}
+
+
+def keeps_blocks(context: CheckContext) -> bool:
+    """Return whether the quantization keeps weights in blocks on this device."""
+    return any(one.offers.block_shape is not None and not one.options.dequantizes(context.values["device"], one.offers)
+               for one in context.chosen.get("quantization", ()))
+
 
 def stored_is_faster(option: str, heads: int, tokens: int) -> tuple[bool, bool]:
     """Is W_UK's product, and W_UV's, to be made of stored blocks where there are any?"""
@@ -46,9 +56,7 @@ def check_absorbed(context: CheckContext) -> Iterator[Refusal]:
     """Stored blocks can only be asked for where the quantization keeps some."""
     if getattr(context.options, "absorbed", "auto") != "fp8":
         return
-    device, chosen = context.values["device"], context.chosen.get("quantization", ())
-    kept = [one for one in chosen if one.offers.block_shape is not None
-            and not one.options.dequantizes(device, one.offers)]
-    if chosen and not kept:
+    chosen = context.chosen.get("quantization", ())
+    if chosen and not keeps_blocks(context):
         yield Refusal(context.options.use, "attention.absorbed", "no weights in block FP8 are kept: quantization is "
                       f"{chosen[0].name}", 'attention.absorbed = "auto", or quantization.use = "block_fp8"')

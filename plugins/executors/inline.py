@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from glowplug.core.component import Component
+from glowplug.core.component import CheckContext, Component
 from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import ExecutorOffers
 from glowplug.core.options import ExecutorOptions
@@ -11,6 +11,10 @@ from glowplug.core.options import ExecutorOptions
 
 class InlineOptions(ExecutorOptions):
     use: Literal["inline"] = "inline"
+
+    def without_effect(self, context: CheckContext) -> dict[str, str]:
+        return {**super().without_effect(context),
+                **dict.fromkeys(("start_timeout", "watchdog"), "the rank runs in the calling process")}
 
 
 @hookimpl

@@ -48,6 +48,13 @@ class CudaGraphOptions(GraphOptions):
         "stop", description="when a capture fails: stop loading, or run the steps of that size and mode eagerly (as "
                             "those with prompts in them always do, unless graphs.prefill is true)")
 
+    def without_effect(self, context: CheckContext) -> dict[str, str]:
+        found = super().without_effect(context)
+        loose = [chosen.name for slot in INSIDE for chosen in context.chosen[slot]
+                 if Mode.PREFILL not in chosen.offers.captures_in]
+        why = f"{', '.join(loose)} syncs with the host or allocates in prefill"
+        return {**found, **dict.fromkeys(("prefill_tokens", "max_prefill_tokens"), why)} if loose else found
+
     def sizes(self, rows: int) -> tuple[int, ...]:
         most = min(rows, self.max_batch or MOST_ROWS)
         if self.batch_sizes is None:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from glowplug.core.component import Component
+from glowplug.core.component import CheckContext, Component
 from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import GraphOffers
 from glowplug.core.options import GraphOptions
@@ -14,6 +14,9 @@ from glowplug.core.options import GraphOptions
 class EagerOptions(GraphOptions):
     use: Literal["eager"] = "eager"
     prefill: Literal[False] | None = Field(None, description="nothing is replayed")
+
+    def without_effect(self, context: CheckContext) -> dict[str, str]:
+        return {"prefill": "no step is captured"}
 
 
 @hookimpl

@@ -39,6 +39,12 @@ class AwqOptions(QuantizationOptions):
     def dequantizes(self, device: str, offers: QuantizationOffers) -> bool:
         return self.dequantize or super().dequantizes(device, offers)
 
+    def without_effect(self, context: CheckContext) -> dict[str, str]:
+        found, device = super().without_effect(context), context.values["device"]
+        (scheme,) = context.chosen["quantization"]
+        return {**found, "dequantize": f"weights are dequantised on {device} anyway"} if super().dequantizes(
+            device, scheme.offers) else found
+
     def split_block(self, device: str, offers: QuantizationOffers, model: ModelFacts) -> int:
         """Whole groups; a word holds eight outputs."""
         return max(8, awq_group(model))

@@ -5,9 +5,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from glowplug.core.component import Component
+from glowplug.core.component import CheckContext, Component
 from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import SchedulerOffers
+from glowplug.core.offers import CacheOffers, SchedulerOffers
 from glowplug.core.options import SchedulerOptions
 
 
@@ -16,6 +16,11 @@ class ContinuousOptions(SchedulerOptions):
     mixed: bool = Field(True, description="prompt chunks and decoding rows in one step; False: prompts first")
     share_prefill: int = Field(64, ge=0, description="a request waits for a prompt now being computed when it can "
                                                      "reuse at least this many of its tokens; 0: never")
+
+    def without_effect(self, context: CheckContext) -> dict[str, str]:
+        found = super().without_effect(context)
+        shares = any(isinstance(cache.offers, CacheOffers) and cache.offers.shares for cache in context.chosen["cache"])
+        return found if shares else {**found, "share_prefill": "the prefix cache shares nothing"}
 
 
 @hookimpl

@@ -224,8 +224,9 @@ def test_what_no_plugin_does_is_refused_by_its_flag(plugins: PluginSet, v3: Path
 
 def test_trust_remote_code_says_what_it_does(plugins: PluginSet, v3: Path) -> None:
     plan = given(plugins, "--model", str(v3), "--load-format", "dummy", "--trust-remote-code").plan()
-    note = next(d for d in plan.decisions if d.field == "trust_remote_code")
-    assert note.value == "no effect" and "never run" in note.why
+    (note,) = (d for d in plan.decisions if d.field == "trust_remote_code")
+    assert (note.value, note.by) == (True, "operator")
+    assert note.why == "--trust-remote-code; no effect: code from a model folder is never run"
 
 
 @pytest.mark.parametrize(("words", "said"), [

@@ -31,15 +31,16 @@ def test_a_device_captures_by_itself(planned: Any) -> None:
     assert "graphs" not in {line.name for line in eager.budget} and "graphs.batch_sizes" not in decided(eager)
 
 
-@pytest.mark.parametrize(("graphs", "want", "why"), [
-    ({"batch_sizes": [1, 8, 300]}, [1, 8], "without 300: 16 sequences run at most"),
-    ({"batch_sizes": [4, 8], "max_batch": 4}, [4], "without 8: graphs.max_batch is lower"),
-    ({"max_batch": 2}, [1, 2], "default, up to 2 of 16 sequences"),
+@pytest.mark.parametrize(("graphs", "want", "by", "why"), [
+    ({"batch_sizes": [1, 8, 300]}, [1, 8], "operator", "given; without 300: 16 sequences run at most"),
+    ({"batch_sizes": [4, 8], "max_batch": 4}, [4], "operator", "given; without 8: graphs.max_batch is lower"),
+    ({"max_batch": 2}, [1, 2], "size", "default, up to 2 of 16 sequences"),
 ])
-def test_sizes_that_cannot_come_are_left_out(planned: Any, graphs: dict[str, Any], want: list[int], why: str) -> None:
+def test_sizes_that_cannot_come_are_left_out(planned: Any, graphs: dict[str, Any], want: list[int], by: str,
+                                             why: str) -> None:
     plan = planned({"dtype": "bfloat16", "scheduler": {"max_running_requests": 16},
                     "graphs": {"use": "cuda_graph", **graphs}}, hardware=H200)
-    assert decided(plan)["graphs.batch_sizes"] == (want, "size", why)
+    assert decided(plan)["graphs.batch_sizes"] == (want, by, why)
 
 
 @pytest.mark.parametrize(("config", "field", "reason", "fix"), [
@@ -105,8 +106,9 @@ def test_small_steps_with_prompts_are_captured_too(planned: Any) -> None:
 
 
 @pytest.mark.parametrize(("graphs", "want", "by", "why"), [
-    ({"prefill_tokens": [64, 8, 5000]}, [8, 64], "size", "without 5000: a step has 144 at most"),
-    ({"prefill_tokens": [64, 8], "max_prefill_tokens": 32}, [8], "size", "without 64: graphs.max_prefill_tokens is"),
+    ({"prefill_tokens": [64, 8, 5000]}, [8, 64], "operator", "without 5000: a step has 144 at most"),
+    ({"prefill_tokens": [64, 8], "max_prefill_tokens": 32}, [8], "operator",
+     "without 64: graphs.max_prefill_tokens is"),
     ({"max_prefill_tokens": 40}, [16, 32, 40], "size", "default, up to 40 of 144 tokens a step"),
     ({}, [16, 32, 64, 128, 144], "size", "default, up to 144 of 144 tokens a step"),
 ])

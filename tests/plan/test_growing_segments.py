@@ -70,7 +70,8 @@ def test_a_cpu_says_nothing_by_itself(planned: Any) -> None:
 def test_a_cpu_has_no_segments_and_the_plan_says_so(planned: Any) -> None:
     plan = asked(planned, True)
     value, by, why = decided(plan)[PATH]
-    assert plan.growing_segments is False and (value, by) == (False, "size") and "no effect on cpu" in why
+    assert plan.growing_segments is False and (value, by) == (True, "operator")
+    assert why.endswith("no effect: segments are those of a CUDA device")
 
 
 def test_only_graphs_take_something_else_and_the_cache_what_is_left(planned: Any, tmp_path: Path) -> None:
