@@ -62,7 +62,7 @@ def _device(draft: Draft) -> None:
             if slot.step and not _any_offers(draft, slot, device):
                 device, why = "cpu", f"no {slot.name} component offers cuda"
     draft.values["device"] = device
-    draft.decide("device", device, "auto", why)
+    draft.decide("device", device, "auto", why, notable=device == "cpu" and bool(machine.devices))
 
 
 def _require_cuda(draft: Draft) -> None:
@@ -201,16 +201,18 @@ def _pick(draft: Draft, slot: Slot) -> None:
     found = sorted(draft.plugins.components(slot.name), key=lambda found: found.component.name != wanted)
     candidates = [one for one in found if kind in getattr(one.component.offers, "kinds", {kind})] or found
     reasons: list[str] = []
+    notable = False
     draft.trying = True
     for candidate in candidates:
         refusal = _try(draft, slot, candidate, given)
         if refusal is None:
             source = draft.source(f"{slot.section}.use") if candidate.component.name == wanted else None
             by, why = source or ("auto", _why(candidate, reasons))
-            draft.decide(f"{slot.section}.use", candidate.component.name, by, why)
+            draft.decide(f"{slot.section}.use", candidate.component.name, by, why, notable)
             draft.picked.add(slot.name)
             break
         reasons.append(refusal.reason)
+        notable = notable or draft.values["device"] in candidate.component.offers.devices
     draft.trying = False
     if slot.name not in draft.picked:
         failed = [refusal for candidate in candidates if (refusal := _try(draft, slot, candidate, given))]
@@ -337,7 +339,7 @@ def _overlap(draft: Draft) -> None:
         by, why = waiting[0], f"{', '.join(waiting)} waits for the device within a step"
     else:
         by, why = "auto", "the CPU computes a step while it is launched"
-    draft.decide("scheduler.overlap", overlap, by, why)
+    draft.decide("scheduler.overlap", overlap, by, why, notable=bool(waiting and wanted))
 
 
 

@@ -54,8 +54,8 @@ class Draft:
     def config(self) -> EngineConfig:
         return self.parsed.config
 
-    def decide(self, field: str, value: Any, by: str, why: str) -> None:
-        self.decisions.append(Decision(field, value, by, why))
+    def decide(self, field: str, value: Any, by: str, why: str, notable: bool = False) -> None:
+        self.decisions.append(Decision(field, value, by, why, notable))
 
     def written(self, path: str) -> bool:
         """Did the operator write this path?"""

@@ -139,7 +139,10 @@ def check_plan(context: CheckContext) -> list[Refusal]:  # type: ignore[empty-bo
 
 @hookspec
 def plan_remarks(context: CheckContext) -> list[Decision]:  # type: ignore[empty-body]
-    """What a plan's reader should know that no pass has decided, such as a table that is not used. Pure."""
+    """What a plan's reader should know that no pass has decided, such as a table that is not used. Pure.
+
+    A ``notable`` remark is shown before each start, others in the whole plan.
+    """
 
 
 @hookspec

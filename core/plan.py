@@ -14,12 +14,20 @@ from glowplug.core.facts import Facts
 
 @dataclass(frozen=True)
 class Decision:
-    """One decided value. ``by``: "operator", "default", a plugin's name or a pass; ``why``: one clause."""
+    """One decided value.
+
+    Attributes:
+        by: "operator", "default", "auto", a plugin's name or a pass.
+        why: one clause.
+        notable: not what the defaults come to on such a machine, so that the brief table shows it; what was given
+            always is.
+    """
 
     field: str
     value: Any
     by: str
     why: str
+    notable: bool = False
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,16 @@ from glowplug.core.sizing import human
 HEADER = ("what", "choice", "by", "why", "bytes")
 MAX_CHOICE = 24  #: a longer one wraps
 MIN_WHY = 24
+DETAILS = ("brief", "full", "none")  #: how much of a plan a command shows
 
 
-def render(plan: EnginePlan, width: int | None = None) -> str:
-    """The table, ``width`` columns wide (None: the terminal's). Long reasons wrap."""
+def render(plan: EnginePlan, width: int | None = None, brief: bool = False) -> str:
+    """Return the table as text.
+
+    Args:
+        width: columns (None: the terminal's); long reasons wrap.
+        brief: only what was given, what else is notable, and the memory, with a line that says how to see the rest.
+    """
     width = width or shutil.get_terminal_size((120, 24)).columns
     model = plan.facts.model
     kind = f"{model.architecture}, {model.num_layers} layers"
@@ -28,14 +34,23 @@ def render(plan: EnginePlan, width: int | None = None) -> str:
         ranks += f" over {plan.hosts} hosts"
     where = f"{ranks} on {plan.facts.hardware.name} ({plan.device})"
     head = f"{plan.model}: {kind}; {where}; fingerprint {plan.fingerprint}"
-    return "\n".join([*textwrap.wrap(head, width), *table([HEADER, *rows(plan)], width)])
+    whole = rows(plan)
+    kept = rows(plan, brief=True) if brief else whole
+    rest = f"{len(whole) - len(kept)} more lines are as by default: --plan full, or glowplug check, shows all of them"
+    lines = [*textwrap.wrap(head, width), *table([HEADER, *kept], width)]
+    return "\n".join([*lines, *textwrap.wrap(rest, width)] if brief else lines)
 
 
-def rows(plan: EnginePlan) -> list[tuple[str, str, str, str, str]]:
-    """One row a decision, then the layout of several ranks, then one row a line of the byte budget."""
+def rows(plan: EnginePlan, brief: bool = False) -> list[tuple[str, str, str, str, str]]:
+    """One row a decision, then the layout of several ranks, then one row a line of the byte budget.
+
+    ``brief``: decisions of the operator, notable ones, and the budget alone; the model is in the line above the table.
+    """
+    kept = [decision for decision in plan.decisions
+            if not brief or (decision.notable or decision.by == "operator") and decision.field != "model"]
     found = [(decision.field, shown(decision.value), decision.by.rpartition(".")[2], decision.why, "")
-             for decision in plan.decisions]
-    found += layout_rows(plan)
+             for decision in kept]
+    found += [] if brief else layout_rows(plan)
     found += [(f"memory: {line.name}", "", "size", line.how + _spread(line), human(line.bytes)) for line in plan.budget]
     return [*found, *((name, "", "size", why, human(total)) for name, why, total in total_rows(plan))]
 

@@ -152,7 +152,7 @@ def _contributions(plugins: PluginSet, facts: Facts | None, own: Mapping[str, An
     if facts is not None:
         for name, values in plugins.call_each("contribute_defaults", facts=facts):
             found |= {path: (value, name) for path, value in (values or {}).items()}
-    return found | {path: (value, "entry point") for path, value in own.items()}
+    return found | {path: (value, CALLER) for path, value in own.items()}
 
 
 # ---- remarks and refusals -------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def _contributions(plugins: PluginSet, facts: Facts | None, own: Mapping[str, An
 
 def _remarks(draft: Draft) -> list[Decision]:
     model = draft.facts.model
-    remarks = [Decision("facts", note, "facts", "the checkpoint") for note in model.notes]
+    remarks = [Decision("facts", note, "facts", "the checkpoint", notable=True) for note in model.notes]
     if draft.facts.hardware.packages is not None:
         remarks.append(_packages(draft.facts.hardware.packages, draft.facts.software.packages))
     if draft.config.chat_template is not None:
@@ -275,8 +275,8 @@ def _choices(draft: Draft) -> tuple[Choice, ...]:
 
 
 def _record_options(draft: Draft, unused: Mapping[str, str]) -> None:
-    """Every value the operator wrote that no pass has decided on is a decision of the operator; a given value without
-    effect says so."""
+    """Every value the operator wrote that no pass has decided on is a decision of the operator; a given value is
+    notable, and says so where it has no effect."""
     decided = {decision.field for decision in draft.decisions}
     for path, value in draft.parsed.operator.items():
         if isinstance(value, Mapping) or path in _LISTS or path in decided:
@@ -286,16 +286,20 @@ def _record_options(draft: Draft, unused: Mapping[str, str]) -> None:
         draft.decide(path, list(shown) if isinstance(shown, tuple) else shown, by, why)
     idle = _without_effect(draft)
     idle |= {path: unused[path.partition(".")[0]] for path in draft.parsed.operator if path.partition(".")[0] in unused}
-    draft.decisions = [replace(decision, why=f"{decision.why}; no effect: {idle[decision.field]}")
-                       if _given(draft, decision) and decision.field in idle else decision
+    draft.decisions = [_as_given(decision, idle) if _given(draft, decision) else decision
                        for decision in draft.decisions]
 
 
 def _given(draft: Draft, decision: Decision) -> bool:
-    """Does a decision hold a value that the operator or a plugin gave, and that does not leave the choice to the plan?
-    """
-    source = draft.source(decision.field)
-    return source is not None and source[0] == decision.by and decision.value not in (None, "auto")
+    """Return whether a decision holds what the operator or a plugin gave, for the field or for its whole section."""
+    sources = (draft.source(path) for path in (decision.field, decision.field.partition(".")[0]))
+    return decision.by != CALLER and any(source is not None and source[0] == decision.by for source in sources)
+
+
+def _as_given(decision: Decision, idle: Mapping[str, str]) -> Decision:
+    """A value that leaves the choice to the plan is never without effect."""
+    why = idle.get(decision.field, "") if decision.value not in (None, "auto") else ""
+    return replace(decision, why=f"{decision.why}; no effect: {why}" if why else decision.why, notable=True)
 
 
 def _without_effect(draft: Draft) -> dict[str, str]:
@@ -323,4 +327,5 @@ def _stated(draft: Draft, slot: Slot, chosen: Chosen) -> dict[str, str]:
                               f"{type(error).__name__}: {error}") from error
 
 
+CALLER = "entry point"  #: who contributes the defaults of a command or of ``LLM(...)``
 _LISTS = frozenset(slot.section for slot in SLOTS if slot.many)

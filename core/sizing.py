@@ -250,7 +250,8 @@ def _remark_draft(draft: Draft) -> None:
     """More next-token layers than are used are worth a word."""
     layers = (draft.facts.draft or draft.facts.model).nextn_layers
     if draft.values["draft_layers"] and layers > 1:
-        draft.decide("speculative.layers", 1, "size", f"the first of {layers} next-token layers drafts every token")
+        draft.decide("speculative.layers", 1, "size", f"the first of {layers} next-token layers drafts every token",
+                     notable=True)
 
 
 def _pages(draft: Draft, room: Room, page_bytes: int, rows: int, page: int) -> int | None:
@@ -306,7 +307,7 @@ def _context(draft: Draft, pages: int, page: int, token: int, room: Room) -> int
     if asked is None:
         context = max(1, min(positions, held))
         why = "the model's" if context == positions else f"what the KV cache holds (the model's is {positions})"
-        draft.decide("context_length", context, "size", why)
+        draft.decide("context_length", context, "size", why, notable=context < positions)
         return context
     draft.decide("context_length", asked, *(draft.source("context_length") or ("default", "")))
     if asked > positions:

@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from glowplug.core.plan_table import render
 from glowplug.core.request import SamplingParams
+from glowplug.entrypoints.commands.check import add_plan_option, show_plan
 from glowplug.entrypoints.delta import Delta
 
 PROMPTS = ("What is 27 + 15?", "Who are you?")
@@ -20,6 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="embedded", help="another model folder (default: the embedded model)")
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--temperature", type=float, default=0.0)
+    add_plan_option(parser, "brief")
     parser.add_argument("--think", action="store_true", help="ask for the reasoning form of the answer")
 
 
@@ -30,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     thinking = {"thinking": True} if args.think else {}
     start = time.perf_counter()
     with LLM(model=args.model) as llm:
-        print(render(llm.plan))
+        show_plan(llm.plan, args.plan or "brief", sys.stdout)
         print(f"\nready in {time.perf_counter() - start:.1f} s")
         for prompt in args.prompts:
             print(f"\n> {prompt}\n")

@@ -4,10 +4,11 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
+from typing import TextIO
 
 from glowplug.core.config import masked
 from glowplug.core.plan import EnginePlan
-from glowplug.core.plan_table import render
+from glowplug.core.plan_table import DETAILS, render
 from glowplug.core.plugins import PluginSet
 from glowplug.entrypoints.flags import add_engine_options, read_command_line
 from glowplug.entrypoints.model_text import eos_ids, open_tokenizer
@@ -27,6 +28,18 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(render(plan))
     return 0
+
+
+def add_plan_option(parser: argparse.ArgumentParser, default: str) -> None:
+    """``--plan``; without it ``args.plan`` is None. ``default``: what that means, for ``--help``."""
+    parser.add_argument("--plan", choices=DETAILS, help="what to show of the plan: what differs from the defaults and "
+                        f"the memory (brief), everything (full) or nothing (none); default: {default}")
+
+
+def show_plan(plan: EnginePlan, details: str, file: TextIO) -> None:
+    """Print as much of the plan as ``details``, one of ``plan_table.DETAILS``, says."""
+    if details != "none":
+        print(render(plan, brief=details == "brief"), file=file)
 
 
 def check_tokenizer(plan: EnginePlan, plugins: PluginSet) -> None:

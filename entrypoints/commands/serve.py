@@ -5,13 +5,13 @@ import argparse
 import sys
 
 from glowplug.core.errors import PlanRefused, Refusal
-from glowplug.core.plan_table import render
-from glowplug.entrypoints.commands.check import check_tokenizer
+from glowplug.entrypoints.commands.check import add_plan_option, check_tokenizer, show_plan
 from glowplug.entrypoints.flags import add_engine_options, read_command_line
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the plan and end")
+    add_plan_option(parser, "brief; full with --dry-run")
     add_engine_options(parser)
 
 
@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
     plan = given.plan()
     if args.dry_run:
         check_tokenizer(plan, given.plugins)
-    print(render(plan), file=sys.stdout if args.dry_run else sys.stderr)
+    show_plan(plan, args.plan or ("full" if args.dry_run else "brief"), sys.stdout if args.dry_run else sys.stderr)
     if args.dry_run:
         return 0
     if args.facts:

@@ -35,4 +35,4 @@ def remark(context: CheckContext) -> Decision | None:
 
 
 def _own(why: str) -> Decision:
-    return Decision(FIELD, "triton", "facts", f"our own kernels for every load: {why}")
+    return Decision(FIELD, "triton", "facts", f"our own kernels for every load: {why}", notable=True)

@@ -88,7 +88,8 @@ def remark(context: CheckContext) -> Decision | None:
     if context.values["device"] != "cuda" or not cards <= TILES:
         return None
     if not choice.everywhere and not cards <= LIBRARY_CARDS:
-        return Decision(FIELD, "triton", "facts", "other libraries' products were not tried on this card")
+        return Decision(FIELD, "triton", "facts", "other libraries' products were not tried on this card",
+                        notable=True)
     among = _among(choice, context.facts.software.packages)
     shapes = min((len(measured(choice.kind, card.name)) for card in machine.devices), default=0)
     card = machine.devices[0].name
@@ -96,7 +97,7 @@ def remark(context: CheckContext) -> Decision | None:
         known = ", ".join(measured_cards(choice.kind))
         refused = f", and tables of {known} are not trusted there" if known else ""
         return Decision(FIELD, "rules", "facts", f"nobody was measured on {card}{refused}: {choice.unmeasured}; "
-                        f"{among}; `glowplug tune {choice.tuner}` measures")
+                        f"{among}; `glowplug tune {choice.tuner}` measures", notable=True)
     return Decision(FIELD, "by shape", "facts", f"for {shapes} shapes whoever was measured fastest on {card}, {among}; "
                     f"for others {choice.others}")
 

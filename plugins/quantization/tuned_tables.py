@@ -42,7 +42,7 @@ def remark(cards: set[str], version: str, tables: set[tuple[str, str]]) -> Decis
         return Decision(FIELD, "measured", "facts", f"tiles of Triton kernels as measured on {here}")
     others = ", ".join(f"{card} with Triton {triton}" for card, triton in sorted(tables)) or "nothing"
     return Decision(FIELD, "rules", "facts", f"tables are of {others}, this is {here}, where they are not trusted; "
-                    "`glowplug tune moe`, fp8-gemm and fp8-moe measure here")
+                    "`glowplug tune moe`, fp8-gemm and fp8-moe measure here", notable=True)
 
 
 def head_remark(context: CheckContext, card: str, version: str) -> Decision | None:

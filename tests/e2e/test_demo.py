@@ -11,14 +11,19 @@ from glowplug.entrypoints import demo, llm
 from tests.e2e.served_folder import write_served
 
 
-def test_the_demo_prints_plan_answer_and_speed(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("details", "shown"), [([], "--plan full"), (["--plan", "full"], "scheduler.use"),
+                                                (["--plan", "none"], "")])
+def test_the_demo_prints_plan_answer_and_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                               capsys: pytest.CaptureFixture[str], details: list[str],
+                                               shown: str) -> None:
     monkeypatch.setattr(llm, "LLM", partial(llm.LLM, weights={"use": "random"}))
     parser = argparse.ArgumentParser()
     demo.configure(parser)
-    assert demo.run(parser.parse_args(["Hello?", "--model", str(write_served(tmp_path)), "--max-tokens", "9"])) == 0
+    words = ["Hello?", "--model", str(write_served(tmp_path)), "--max-tokens", "9", *details]
+    assert demo.run(parser.parse_args(words)) == 0
     printed = capsys.readouterr().out
-    assert "DeepseekV3ForCausalLM" in printed and "attention.use" in printed and "> Hello?" in printed
+    assert ("DeepseekV3ForCausalLM" in printed) == bool(shown) and shown in printed and "> Hello?" in printed
+    assert ("scheduler.use" in printed) == (shown == "scheduler.use")
     assert "9 prompt tokens, " in printed and "tokens/s" in printed
 
 

@@ -191,7 +191,7 @@ ELSEWHERE_FLAGS = {"--speculative-draft-model-path": "tests/plan/test_drafts.py"
                    "--tool-call-parser": "tests/plan/test_flags.py"}
 
 
-def sheet(folder: Path, name: str) -> str:
+def written_sheet(folder: Path, name: str) -> str:
     """A fact sheet with packages, as a file."""
     path = folder / f"{name}.json"
     path.write_bytes(msgspec.json.encode(replace(read_sheet(name), packages=PACKAGES)))
@@ -203,7 +203,7 @@ def test_a_flag_that_is_not_refused_is_decided_by_the_operator(models: list[Path
     words = [flag.names[0], *WORDS.get(flag.names[0], [] if flag.convert is None else ["2"])]
     found = 0
     for name in ("cpu", "8xh200", "2x8xh200"):
-        asked = ["--facts", sheet(tmp_path, name), *words]
+        asked = ["--facts", written_sheet(tmp_path, name), *words]
         if flag.path != "model":
             asked += ["--model", str(models[0])]
         else:

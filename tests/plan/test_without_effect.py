@@ -33,7 +33,7 @@ def idle(plan: EnginePlan) -> dict[str, str]:
 @pytest.mark.parametrize(("config", "path", "why"), [
     ({"revision": "main"}, "revision", "nothing is downloaded"),
     ({"trust_remote_code": True}, "trust_remote_code", "never run"),
-    ({"tokenizer": "x", "skip_tokenizer": True}, "tokenizer", "skip_tokenizer is true"),
+    ({"tokenizer": "x", "skip_tokenizer": True}, "tokenizer", "this engine runs without a tokenizer"),
     ({"attention": {"kv_error": 0.5}}, "attention.kv_error", "a KV cache in float32 is not measured"),
     ({"collectives": {"timeout": 5.0}}, "collectives.timeout", "one rank waits for no other"),
     ({"executor": {"use": "inline", "watchdog": 5.0}}, "executor.watchdog", "in the calling process"),
