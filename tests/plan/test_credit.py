@@ -37,7 +37,8 @@ FITTING: dict[str, list[Any]] = {
     "open_routes": [["/health"]], "compat": [["vllm"]], "gemm": ["triton", "cutlass", "deep_gemm"],
 }
 #: options that no plan of these takes, and where they are tried
-ELSEWHERE = {"speculative.draft_model": "tests/plan/test_drafts.py"}
+ELSEWHERE = {"speculative.draft_model": "tests/plan/test_drafts.py",
+             "chat_template": "tests/plan/test_chat_template_option.py"}
 
 
 def values(name: str, kind: Any) -> Iterator[Any]:
@@ -183,7 +184,8 @@ WORDS: dict[str, list[str]] = {
     "--mem-fraction-static": ["0.5"], "--max-total-tokens": ["9000"], "--context-length": ["64"],
     "--reasoning-parser": ["deepseek-r1"], "--log-level": ["debug"], "--log-format": ["json"],
     "--cuda-graph-bs": ["1", "2"], "--piecewise-cuda-graph-tokens": ["16"],
-    "--piecewise-cuda-graph-max-tokens": ["64"],
+    "--piecewise-cuda-graph-max-tokens": ["64"], "--chat-template": ["{{ messages }}"],
+    "--kv-cache-memory-bytes": ["16M"], "--sampling-backend": ["pytorch"], "--allowed-origins": ['["http://a"]'],
 }
 #: flags whose value none of these plans takes, and where they are tried
 ELSEWHERE_FLAGS = {"--speculative-draft-model-path": "tests/plan/test_drafts.py",
