@@ -272,7 +272,8 @@ def _alone(layer: Layer, given: Sequence[tuple[Flag, str, Any]]) -> list[Decisio
 
 def _shown(value: Any) -> str:
     """Return a flag's value as messages repeat it: one line of at most SHOWN characters."""
-    text = " ".join(" ".join(map(str, value)) if isinstance(value, list) else str(value).split())
+    words = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    text = " ".join(words.split())
     return text if len(text) <= SHOWN else text[:SHOWN] + "..."
 
 
