@@ -37,6 +37,9 @@ from glowplug.core.protocols import Collectives, Scheduler
 from glowplug.core.rank_controls import ControlHandler, RankControls
 from glowplug.core.request import Sequence
 from glowplug.core.runner import InFlight, Runner
+from glowplug.core.stalls import CODE, Stall, StallWatch
+
+logger = logging.getLogger("glowplug.engine")
 
 STATS_EVERY = 0.1  #: seconds between statistics while busy; they also follow every finish and every turn to idle
 
@@ -56,6 +59,7 @@ class Engine:
 
     Args:
         ranks: how many run this loop together.
+        stalls: ends what a component would hold for ever; it knows the scheduler's policy and the runner's table.
         leads: this is rank 0, whose front's messages all ranks work on, and which answers Controls.
         observers: called after each committed step.
         controls: handlers by a Control's action.
@@ -66,7 +70,7 @@ class Engine:
     """
 
     def __init__(self, *, scheduler: Scheduler, runner: Runner, parallel: ParallelStack, collectives: Collectives,
-                 overlap: bool, clock: RankClock, ranks: int = 1, leads: bool = True,
+                 overlap: bool, clock: RankClock, stalls: StallWatch, ranks: int = 1, leads: bool = True,
                  observers: Seq[StepObserver] = (), controls: Mapping[str, ControlHandler] | None = None,
                  closing: Seq[Callable[[], None]] = ()) -> None:
         self.scheduler, self.runner = scheduler, runner
@@ -79,6 +83,7 @@ class Engine:
         self._load = 0  # sequences of all groups, as of the last agreement; 0 without groups
         self._inflight: InFlight | None = None
         self._stats_due = 0.0
+        self._stalls = stalls
         self._timer = StepTimer()
         self._was_busy = False
 
@@ -144,7 +149,7 @@ class Engine:
         if isinstance(message, Submit):
             return self._submit(message)
         if isinstance(message, Abort):
-            return self.scheduler.abort(message)
+            return self._note_ends(self.scheduler.abort(message))
         reply = self.controls.answer(message)
         return reply if self.leads else None
 
@@ -160,7 +165,14 @@ class Engine:
             self.scheduler.add(sequence)
         except RequestError as error:
             return StepOutput(finished=[Finished(message.id, "error", error=str(error), error_code=error.code)])
+        self._stalls.live[sequence.id] = sequence
         return None
+
+    def _note_ends(self, output: StepOutput | None) -> StepOutput | None:
+        """``output`` as it is; what it ends is no longer watched."""
+        if output is not None and output.finished:
+            self._stalls.ended(output.finished)
+        return output
 
     def _flush(self, args: dict[str, Any]) -> dict[str, Any]:
         """All ranks or none: a group that is busy refuses for every other."""
@@ -173,24 +185,52 @@ class Engine:
 
     def step(self) -> list[Outbound]:
         """Launch at most one batch and commit at most one; returns what was committed."""
-        batch = self._agreed(self.scheduler.next_batch())
+        outputs: list[Outbound] = []
+        batch = self._agreed(self._next_batch(outputs))
         launched = None
         if batch is not None:
             self._time_launch(batch)
             launched = self.runner.launch(batch)
-        outputs: list[Outbound] = []
         if self.overlap:
             due, self._inflight = self._inflight, launched
         else:
             due = launched
         if due is not None:
             outputs.extend(self._commit(due))
-        pending = self.scheduler.take_pending()
+        pending = self._note_ends(self.scheduler.take_pending())
         if pending is not None:
             outputs.append(pending)
         if self.answers:
             self._attach_stats(outputs)
         return outputs
+
+    def _next_batch(self, outputs: list[Outbound]) -> Batch | None:
+        """The scheduler's next step. Ends its sequences, in ``outputs``, when it launches none for too long."""
+        batch = self.scheduler.next_batch()
+        if batch is not None or self._launched:
+            self._stalls.moved()
+            return batch
+        load = self.scheduler.load()
+        if load.running or load.waiting:
+            self._end_stalled(self._stalls.still(self.clock(), load), outputs)
+        else:
+            self._stalls.moved()
+        return None
+
+    def _end_stalled(self, stall: Stall | None, outputs: list[Outbound]) -> None:
+        """End the sequences of ``stall`` with its reason, even those that the scheduler does not know any more."""
+        if stall is None:
+            return
+        ended = self.scheduler.abort(Abort(stall.ids, "error"))
+        ends = ended.finished if ended is not None else []
+        known = {end.id for end in ends}
+        ends += [Finished(id, "error") for id in stall.ids if id not in known]
+        for end in ends:
+            end.error, end.error_code = f"the engine gave the request up: {stall.reason}", CODE
+        self._stalls.ended(ends)
+        outputs.append(StepOutput(finished=ends))
+        if self.answers:
+            logger.error("%d request%s ended: %s", len(ends), "" if len(ends) == 1 else "s", stall.reason)
 
     def _agreed(self, batch: Batch | None) -> Batch | None:
         """Ranks that may differ agree on the step; one without work joins it with an idle batch."""
@@ -220,9 +260,12 @@ class Engine:
             return []
         self._timer.done(inflight.waited)
         output = self.scheduler.commit(inflight.batch, result)
+        self._note_ends(output)
         for observer in self.observers:
             observer.step(inflight.batch, output)
-        return [output]
+        outputs: list[Outbound] = [output]
+        self._end_stalled(self._stalls.stepped(inflight.batch, result), outputs)
+        return outputs
 
     def _attach_stats(self, outputs: list[Outbound]) -> None:
         now = time.monotonic()

@@ -45,6 +45,11 @@ class Choice:
     version: str = ""
     operational: tuple[str, ...] = ()
 
+    @property
+    def title(self) -> str:
+        """Slot, name and origin for messages: ``policy 'fcfs' (built in)``."""
+        return f"{self.slot} {self.name!r} ({f'{self.distribution} {self.version}'.rstrip()})"
+
 
 @dataclass(frozen=True)
 class BudgetLine:
@@ -125,6 +130,11 @@ class EnginePlan:
 
     def choices_in(self, slot: str) -> tuple[Choice, ...]:
         return tuple(choice for choice in self.choices if choice.slot == slot)
+
+    def title(self, slot: str) -> str:
+        """The single component in ``slot`` for messages; the slot's name where the plan holds none."""
+        held = self.choices_in(slot)
+        return held[0].title if held else slot
 
     @property
     def ranks(self) -> int:

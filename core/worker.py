@@ -31,6 +31,7 @@ from glowplug.core.rank_controls import ControlHandler
 from glowplug.core.rows import SequenceTable
 from glowplug.core.runner import Runner
 from glowplug.core.sizing import human
+from glowplug.core.stalls import StallWatch
 from glowplug.core.startup import Note, Phases, Report, logger, rate
 
 
@@ -91,11 +92,11 @@ class RankBuilder:
         return self._engine(runner, context)
 
     def _engine(self, runner: Runner, context: BuildContext) -> Engine:
-        scheduler = self.component("scheduler")
-        scheduler.bind(runner.table, PageAllocator(self.plan.sizes.num_pages), self.component("cache"),
-                       self.component("policy"))
+        scheduler, policy = self.component("scheduler"), self.component("policy")
+        scheduler.bind(runner.table, PageAllocator(self.plan.sizes.num_pages), self.component("cache"), policy)
         return Engine(scheduler=scheduler, runner=runner, parallel=context.parallel, collectives=context.collectives,
-                      overlap=self.plan.overlap, clock=self.clock, ranks=self.worker.ranks,
+                      overlap=self.plan.overlap, clock=self.clock,
+                      stalls=StallWatch(self.plan, policy, runner.table), ranks=self.worker.ranks,
                       leads=self.worker.rank == 0, observers=self._observers(),
                       controls=self._controls(scheduler, runner, context.parallel),
                       closing=[self._stopping, runner.graphs.close, context.collectives.close])

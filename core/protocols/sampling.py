@@ -92,7 +92,11 @@ class SpeculativeAlgorithm(Protocol):
         ...
 
     def accept(self, logits: Tensor, hidden: Tensor, batch: Batch, sampler: Sampler) -> Accepted:
-        """logits [N, V] at ``batch.logits_index``, hidden [T, hidden]. Remembers what the next ``draft`` needs."""
+        """logits [N, V] at ``batch.logits_index``, hidden [T, hidden]. Remembers what the next ``draft`` needs.
+
+        Each row that samples gains at least one token. The engine ends rows that gain none in eight steps in a row,
+        with an error that names the algorithm (code "stalled").
+        """
         ...
 
     def draft_model(self, context: BuildContext, family: ModelFamily, target: Model) -> Model | None:

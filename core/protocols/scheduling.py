@@ -58,7 +58,11 @@ class SchedulingPolicy(Protocol):
     """Pure choices; no state of its own."""
 
     def order(self, waiting: Seq[Sequence], cached: Mapping[int, int]) -> list[Sequence]:
-        """Waiting sequences in the order they should be admitted. ``cached``: id -> prefix-cache tokens."""
+        """Waiting sequences in the order they should be admitted. ``cached``: id -> prefix-cache tokens.
+
+        Returns each of ``waiting`` once. A sequence that is left out is not admitted; when nothing else runs any more,
+        the engine ends it with an error that names the policy (code "stalled").
+        """
         ...
 
     def victim(self, running: Seq[Sequence]) -> Sequence:
@@ -87,7 +91,8 @@ class Scheduler(Protocol):
     def next_batch(self) -> Batch | None:
         """The next step. None: nothing to do, or nothing before the batches in flight are committed.
 
-        With no batch in flight and a sequence waiting or running it is never None.
+        With no batch in flight and a sequence waiting or running it is not None. The engine tolerates None for a second
+        then, and ends the sequences with an error that names the scheduler (code "stalled").
         """
         ...
 

@@ -22,13 +22,15 @@ class Admission:
         lookahead: tokens that a draft writes behind the prompt, for which there must be pages too.
         share: tokens from which waiting for a like prompt now being computed is worth it; 0: never wait.
         scored: tells whether a sequence still wants log-probabilities of its prompt, which a cached one has not.
+        complain: called with what the policy did wrong, once.
     """
 
     def __init__(self, rows: Rows, queue: Queue, policy: SchedulingPolicy, *, max_rows: int, context: int,
-                 lookahead: int, share: int, scored: Callable[[Sequence], bool]) -> None:
+                 lookahead: int, share: int, scored: Callable[[Sequence], bool],
+                 complain: Callable[[str], None]) -> None:
         self.rows, self.queue, self.policy = rows, queue, policy
         self.max_rows, self.context, self.lookahead = max_rows, context, lookahead
-        self.share, self.scored = share, scored
+        self.share, self.scored, self.complain = share, scored, complain
         self.queries = self.hits = 0
         self._blocked = False
         self._waits_for: dict[int, int] = {}  # waiting id -> the running id whose prompt it waits for
@@ -50,6 +52,9 @@ class Admission:
         for sequence in self.policy.order(waiting, CachedPrefixes(waiting, self.rows.cache)):
             if budget <= 0 or len(self.rows.running) >= self.max_rows or deferred >= MOST_DEFERRED:
                 break
+            if self.queue.get(getattr(sequence, "id", -1)) is not sequence:
+                self.complain(f"returned a {type(sequence).__name__} that is not waiting: it is passed over")
+                continue
             tokens = sequence.all_tokens()
             match = self._match(sequence, tokens)
             if self._is_deferred(sequence, tokens, match):

@@ -50,7 +50,7 @@ def append(rows: Rows, batch: Batch, result: StepResult) -> Committed:
     after = length + counts
     table.length[members] = after
     rows.pending[members] -= 1
-    if tokens.shape[1] > 1:
+    if tokens.shape[1] > 1 or not given.all():
         _reconcile(rows, batch, at, members, given)
     done = (stop_ids >= 0) | (after >= limit) | bad
     return Committed(at, members, tokens, counts, given, stop_ids, bad, done)
@@ -99,7 +99,10 @@ def _write(rows: Rows, members: Ints, tokens: NDArray[np.int64], counts: Ints, l
 
 
 def _reconcile(rows: Rows, batch: Batch, at: NDArray[np.int64], members: Ints, given: Ints) -> None:
-    """A decoding row launched ``width`` tokens; those the device did not accept are launched again."""
+    """A decoding row launched ``width`` tokens; those the device did not accept are launched again.
+
+    NOTE: of width one that is a token which a faulty algorithm withheld; positions would run past the row's end.
+    """
     decodes = int(np.searchsorted(at, batch.num_decodes))
     refused = batch.query_lens[at[:decodes]] - given[:decodes]
     if refused.any():

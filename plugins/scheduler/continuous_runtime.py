@@ -28,6 +28,7 @@ Deadlines use ``Worker.clock`` (seconds, monotonic, the base of ``Sequence.arriv
 """
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from copy import copy
 
@@ -47,6 +48,8 @@ from glowplug.plugins.scheduler.continuous_admission import Admission
 from glowplug.plugins.scheduler.continuous_queue import QUEUED, Queue
 from glowplug.plugins.scheduler.continuous_rows import Ints, Rows
 
+logger = logging.getLogger("glowplug.engine")
+
 NO_ROWS: Ints = np.zeros(0, np.int32)
 
 
@@ -60,6 +63,8 @@ class Continuous:
         self._inflight = 0
         self._committed = 0  # number of the last committed step
         self._out = StepOutput()
+        self._title = plan.title("policy")
+        self._complaints: set[str] = set()
 
     def bind(self, table: SequenceTable, pages: PageAllocator, cache: PrefixCache, policy: SchedulingPolicy) -> None:
         sizes = self.sizes
@@ -69,7 +74,8 @@ class Continuous:
         self.rows, self.queue, self.scores = Rows(table, pages, cache), Queue(), commits.PromptScores()
         self.max_rows = min(sizes.max_running, table.rows, sizes.max_step_tokens // sizes.width)
         self.admission = Admission(self.rows, self.queue, policy, max_rows=self.max_rows, context=sizes.context_length,
-                                   lookahead=sizes.lookahead, share=self.options.share_prefill, scored=self._is_scored)
+                                   lookahead=sizes.lookahead, share=self.options.share_prefill,
+                                   scored=self._is_scored, complain=self._complain)
         self.stats.pages_total = pages.total
 
     # ---- in ---------------------------------------------------------------------------------------------------------
@@ -191,11 +197,20 @@ class Continuous:
         running = list(self.rows.running.values())
         assert len(running) > 1, "a sequence that was admitted alone must fit: page accounting is broken"
         sequence = self.policy.victim(running)
+        if not any(sequence is one for one in running):
+            self._complain("chose a victim that is not running: the newest sequence gives way")
+            sequence = running[-1]
         self.rows.release(sequence.row)
         sequence.preemptions += 1
         self.stats.preemptions += 1
         self.queue.put_back(sequence)
         self.admission.retry()
+
+    def _complain(self, what: str) -> None:
+        """Log a fault of the policy's, each kind once."""
+        if what not in self._complaints:
+            self._complaints.add(what)
+            logger.error("%s %s", self._title, what)
 
     def _launch_chunks(self, decode_tokens: int, admit: bool = True) -> list[batches.Chunk]:
         """Go on with the prompts under way, then admit. At most a chunk, and a step, of tokens together."""

@@ -1,0 +1,124 @@
+"""Detection of requests that a faulty component would hold for ever.
+
+Two contracts keep a request moving: with no step in flight and a sequence waiting or running, the scheduler has a step
+to launch; and every row that samples gains at least one token. A policy that orders nothing, a scheduler that launches
+nothing or an algorithm that accepts nothing breaks them without an exception. :class:`StallWatch` counts turns and
+steps in which nothing moved, and names the component and the requests to end.
+
+Every rank of a group decides alike: from its scheduler's batches, the results of steps and the common clock.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from glowplug.core.batch import Batch, StepResult
+from glowplug.core.messages import Finished, Stats
+from glowplug.core.plan import EnginePlan
+from glowplug.core.protocols import SchedulingPolicy
+from glowplug.core.request import Sequence
+from glowplug.core.rows import SequenceTable
+
+STILL_TURNS = 100  #: turns without a step, at least, before requests are ended
+STILL_SECONDS = 1.0  #: and seconds: a turn without a step takes microseconds
+BARREN_STEPS = 8  #: steps in a row from which a row that samples may gain no token
+CODE = "stalled"  #: error code of the sequences that are ended
+
+
+@dataclass(frozen=True)
+class Stall:
+    """Sequences to end, and the reason, which names the component at fault."""
+
+    ids: list[int]
+    reason: str
+
+
+class StallWatch:
+    """Watches one group's scheduler and results. One thread uses it.
+
+    Attributes:
+        live: sequences that the scheduler has taken and not ended, by id.
+    """
+
+    def __init__(self, plan: EnginePlan, policy: SchedulingPolicy, table: SequenceTable) -> None:
+        self._plan, self._policy, self._table = plan, policy, table
+        self.live: dict[int, Sequence] = {}
+        self._turns = 0  # without a step although there was work
+        self._since = 0.0  # seconds, the first of them
+        self._barren: dict[int, tuple[int, int]] = {}  # row -> its epoch, steps in a row without a token
+
+    def ended(self, finished: Iterable[Finished]) -> None:
+        """Forget sequences that have ended."""
+        for end in finished:
+            self.live.pop(end.id, None)
+
+    # ---- turns ------------------------------------------------------------------------------------------------------
+
+    def moved(self) -> None:
+        """Note a turn with a step launched or in flight, or without work."""
+        self._turns = 0
+
+    def still(self, now: float, load: Stats) -> Stall | None:
+        """Note a turn in which the scheduler launched nothing although it has work and no step is in flight.
+
+        Args:
+            now: seconds, the same on every rank.
+            load: the scheduler's present load.
+
+        Returns:
+            All live sequences, once both bounds are exceeded.
+        """
+        if not self._turns:
+            self._since = now
+        self._turns += 1
+        waited = now - self._since
+        if self._turns < STILL_TURNS or waited < STILL_SECONDS or not self.live:
+            return None
+        reason = f"no step was launched for {waited:.1f} s and none was in flight: {self._who_holds(load)}"
+        self._turns = 0
+        return Stall(list(self.live), reason)
+
+    def _who_holds(self, load: Stats) -> str:
+        """The component to blame, found by asking the policy, which is pure, once more."""
+        waiting = [sequence for sequence in self.live.values() if sequence.row < 0]
+        policy, scheduler, cache = (self._plan.title(slot) for slot in ("policy", "scheduler", "cache"))
+        left_out = self._left_out(waiting)
+        if left_out and len(waiting) == len(self.live):
+            return f"{policy} leaves {left_out} of {len(waiting)} waiting requests out of its order"
+        return (f"{scheduler} with {policy} and {cache} holds {len(self.live)} requests, {len(waiting)} of them "
+                f"waiting; of {load.pages_total} pages {load.pages_free} are free and {load.pages_evictable} evictable")
+
+    def _left_out(self, waiting: list[Sequence]) -> int:
+        """How many of ``waiting`` the policy does not return; 0 when it raises."""
+        try:
+            ordered = self._policy.order(list(waiting), dict.fromkeys((sequence.id for sequence in waiting), 0))
+            kept = {id(sequence) for sequence in ordered}
+        except Exception:
+            return 0
+        return sum(id(sequence) not in kept for sequence in waiting)
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def stepped(self, batch: Batch, result: StepResult) -> Stall | None:
+        """Note the result of a step that has been committed. Returns the rows that have gained nothing for too long."""
+        if not self._barren and np.greater_equal(result.counts, batch.samples).all():
+            return None
+        current = self._table.epoch[batch.rows] == batch.epochs
+        self._barren = {row: held for row, held in self._barren.items() if held[0] == self._table.epoch[row]}
+        found = []
+        for i in np.flatnonzero(batch.samples & current).tolist():
+            row, epoch = int(batch.rows[i]), int(batch.epochs[i])
+            if result.counts[i] > 0 or result.bad[i]:
+                self._barren.pop(row, None)
+                continue
+            steps = self._barren.get(row, (epoch, 0))[1] + 1
+            self._barren[row] = epoch, steps
+            sequence = self._table.sequences[row]
+            if steps >= BARREN_STEPS and sequence is not None:
+                found.append(sequence.id)
+        if not found:
+            return None
+        reason = f"{BARREN_STEPS} steps in a row yielded no token: {self._plan.title('speculative')} accepts none"
+        return Stall(found, reason)

@@ -1,0 +1,118 @@
+"""The bounds of the stall watch, and its cost in a step."""
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+from glowplug.core.batch import Batch, StepResult, idle_batch
+from glowplug.core.messages import Finished, Stats
+from glowplug.core.offers import Mode
+from glowplug.core.rows import SequenceTable
+from glowplug.core.stalls import BARREN_STEPS, STILL_SECONDS, STILL_TURNS, Stall, StallWatch
+from glowplug.core.testing.drive import sequence
+from glowplug.core.testing.plans import bare_plan
+from glowplug.core.testing.simple import FirstCome
+
+
+class World:
+    """A table of ``rows`` running sequences and its watch."""
+
+    def __init__(self, rows: int) -> None:
+        self.table = SequenceTable(rows, 64, 4)
+        self.watch = StallWatch(bare_plan(), FirstCome(), self.table)
+        for id in range(rows):
+            self.join(id)
+
+    def join(self, id: int) -> None:
+        one = sequence(id, [1, 2, 3])
+        self.table.join(one)
+        self.watch.live[id] = one
+
+    def step(self, counts: list[int], bad: list[bool] | None = None) -> Stall | None:
+        """A decoding step of the first rows, of which row i gains ``counts[i]`` tokens."""
+        size = len(counts)
+        batch = idle_batch()
+        batch.mode, batch.rows = Mode.DECODE, np.arange(size, dtype=np.int32)
+        batch.epochs, batch.samples = self.table.epoch[batch.rows].copy(), np.ones(size, np.bool_)
+        result = StepResult(np.zeros((size, 1), np.int64), np.array(counts, np.int32), np.array(bad or [False] * size))
+        return self.watch.stepped(batch, result)
+
+    def calls_of_a_step(self) -> int:
+        """Python and C calls that the watch makes of a step in which every running row gains a token."""
+        count = 0
+
+        def tracer(frame: object, event: str, argument: object) -> None:
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        stepped = self.watch.stepped
+
+        def traced(batch: Batch, result: StepResult) -> Stall | None:
+            sys.setprofile(tracer)
+            try:
+                return stepped(batch, result)
+            finally:
+                sys.setprofile(None)
+
+        self.watch.stepped = traced  # type: ignore[method-assign]
+        try:
+            assert self.step([1] * sum(one is not None for one in self.table.sequences)) is None
+        finally:
+            self.watch.stepped = stepped  # type: ignore[method-assign]
+        return count
+
+
+def test_turns_and_seconds_must_both_pass() -> None:
+    load = Stats(waiting=1)
+    for turns, pace, expected in ((STILL_TURNS + 5, STILL_SECONDS / 1e4, False), (STILL_TURNS - 1, 10.0, False),
+                                  (STILL_TURNS, 2 * STILL_SECONDS / STILL_TURNS, True)):
+        watch = World(1).watch
+        found = [watch.still(100.0 + pace * turn, load) for turn in range(turns)]
+        assert [stall is not None for stall in found] == [False] * (turns - 1) + [expected]
+
+
+def test_a_step_starts_the_count_again() -> None:
+    watch = World(1).watch
+    for turn in range(STILL_TURNS - 1):
+        watch.still(float(turn), Stats(waiting=1))
+    watch.moved()
+    assert watch.still(1e6, Stats(waiting=1)) is None
+
+
+def test_what_has_ended_is_not_ended_again() -> None:
+    world = World(2)
+    world.watch.ended([Finished(0, "stop")])
+    found = [world.watch.still(float(turn), Stats(waiting=1)) for turn in range(STILL_TURNS)]
+    assert found[-1] is not None and found[-1].ids == [1]
+
+
+def test_only_consecutive_steps_without_a_token_count() -> None:
+    world = World(2)
+    assert all(world.step([1, 0]) is None for _ in range(BARREN_STEPS - 1))
+    assert world.step([1, 1]) is None
+    assert all(world.step([1, 0]) is None for _ in range(BARREN_STEPS - 1))
+    found = world.step([1, 0])
+    assert found is not None and found.ids == [1]
+
+
+def test_a_row_without_finite_logits_is_left_to_the_scheduler() -> None:
+    world = World(1)
+    assert all(world.step([0], bad=[True]) is None for _ in range(2 * BARREN_STEPS))
+
+
+def test_a_row_s_count_does_not_outlive_its_sequence() -> None:
+    world = World(2)
+    for _ in range(BARREN_STEPS - 1):
+        world.step([1, 0])
+    world.table.leave(1)
+    world.step([1])
+    assert world.calls_of_a_step() == World(2).calls_of_a_step(), "the short way is taken again"
+    world.join(7)
+    assert all(world.step([1, 0]) is None for _ in range(BARREN_STEPS - 1))
+
+
+@pytest.mark.parametrize("rows", [8, 256])
+def test_a_step_costs_a_few_calls_whatever_its_rows(rows: int) -> None:
+    assert World(rows).calls_of_a_step() <= 8
