@@ -30,7 +30,7 @@ from glowplug.core.messages import (
     decode_turn,
     encode_turn,
 )
-from glowplug.core.observe import StepObserver, StepTimer
+from glowplug.core.observe import PrefillTimer, StepObserver, StepTimer
 from glowplug.core.offers import Mode
 from glowplug.core.parallel_stack import ParallelStack
 from glowplug.core.protocols import Collectives, Scheduler
@@ -84,7 +84,9 @@ class Engine:
         self._inflight: InFlight | None = None
         self._stats_due = 0.0
         self._stalls = stalls
-        self._timer = StepTimer()
+        self._timer = StepTimer()  # of this group's steps
+        self._busy_timer = StepTimer()  # of all groups' steps
+        self._prefills = PrefillTimer(runner.table)
         self._was_busy = False
 
     @property
@@ -244,6 +246,8 @@ class Engine:
 
     def _time_launch(self, batch: Batch) -> None:
         """Steps of other groups are not this one's time."""
+        self._busy_timer.launch()
+        self._prefills.launch(batch)
         if batch.mode is Mode.IDLE:
             self._timer.idle()
         else:
@@ -256,10 +260,13 @@ class Engine:
     def _commit(self, inflight: InFlight) -> list[Outbound]:
         """What the step came to; nothing for an idle one."""
         result = inflight.wait()
+        self._busy_timer.done()
         if inflight.batch.mode is Mode.IDLE:
             return []
         self._timer.done(inflight.waited)
+        prefilled = self._prefills.done(inflight.batch, result)
         output = self.scheduler.commit(inflight.batch, result)
+        output.prefilled = prefilled
         self._note_ends(output)
         for observer in self.observers:
             observer.step(inflight.batch, output)
@@ -274,6 +281,8 @@ class Engine:
         self._was_busy = busy
         if not busy:
             self._timer.idle()
+            if not self._load:
+                self._busy_timer.idle()
         if not turned_idle and now < self._stats_due:
             return
         self._stats_due = now + STATS_EVERY
@@ -287,5 +296,6 @@ class Engine:
     def _stats(self) -> Stats:
         stats = self.scheduler.load()
         stats.step_seconds, stats.bubble_seconds = self._timer.step_seconds, self._timer.bubble_seconds
+        stats.busy_seconds = self._busy_timer.step_seconds
         stats.group = 0 if self._router is None else self._router.group
         return stats

@@ -94,7 +94,14 @@ class Admitted(msgspec.Struct, array_like=True):
 
 
 class Stats(msgspec.Struct, array_like=True):
-    """Gauges and counters since start, for /metrics and the log line."""
+    """Gauges and counters since start, for /metrics and the log line.
+
+    Attributes:
+        prefix_queries, prefix_hits: look-ups in the prefix cache, one an admission, and those that found something.
+        prefix_query_tokens, prefix_hit_tokens: prompt tokens looked up at a first admission, and those found.
+        step_seconds: time in steps of this group; bubble_seconds: of it, in which the device waited for the host.
+        busy_seconds: time in steps of any group, over which rates are formed.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -113,12 +120,16 @@ class Stats(msgspec.Struct, array_like=True):
     accepted_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
     step_seconds: float = 0.0
     bubble_seconds: float = 0.0
+    busy_seconds: float = 0.0
     group: int = 0  #: the data-parallel group these are of
 
 
 SHARED = frozenset({"page_size", "group"})  #: of ``Stats``: not added up over groups
+GREATEST = ("busy_seconds",)  #: of ``Stats``: the same in all groups but for the age of each group's report
 
 
 def total(groups: Iterable[Stats]) -> Stats:
@@ -129,7 +140,8 @@ def total(groups: Iterable[Stats]) -> Stats:
     summed = copy(first)
     for name in Stats.__struct_fields__:
         if name not in SHARED:
-            setattr(summed, name, sum((getattr(other, name) for other in others), getattr(first, name)))
+            values = [getattr(stats, name) for stats in (first, *others)]
+            setattr(summed, name, max(values) if name in GREATEST else sum(values))
     return summed
 
 
@@ -137,7 +149,8 @@ class StepOutput(msgspec.Struct, tag="o", array_like=True):
     """All that one committed step produced. Columnar: ``ids[i]`` got the next ``counts[i]`` entries of ``tokens``.
 
     ``counts`` empty means one token each. ``logprobs`` and ``prompt_logprobs`` are (id, values) for the sequences that
-    asked. The token that ends a sequence by id (eos) is included in ``tokens``.
+    asked. The token that ends a sequence by id (eos) is included in ``tokens``. ``prefilled``: (id, seconds from
+    admission to the first token) of the sequences whose first token is among ``tokens``; the engine fills it in.
     """
 
     ids: list[int] = []
@@ -146,6 +159,7 @@ class StepOutput(msgspec.Struct, tag="o", array_like=True):
     logprobs: list[tuple[int, Logprobs]] = []
     prompt_logprobs: list[tuple[int, Logprobs]] = []
     admitted: list[Admitted] = []
+    prefilled: list[tuple[int, float]] = []
     finished: list[Finished] = []
     stats: Stats | None = None
 

@@ -6,8 +6,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from glowplug.core.batch import Batch
+import numpy as np
+
+from glowplug.core.batch import Batch, StepResult
 from glowplug.core.messages import StepOutput
+from glowplug.core.rows import SequenceTable
 
 
 class StepObserver(Protocol):
@@ -60,3 +63,37 @@ class StepTimer:
         """Nothing in flight, nothing to schedule: the time until the next launch counts as neither."""
         if not self._gaps:
             self._since = None
+
+
+class PrefillTimer:
+    """Measures the time from a sequence's admission to its first token, for every scheduler alike.
+
+    A sequence that is preempted in between keeps its start. Costs nothing in steps without a prompt.
+    """
+
+    def __init__(self, table: SequenceTable, clock: Callable[[], float] = time.monotonic) -> None:
+        self._table, self._clock = table, clock
+
+    def launch(self, batch: Batch) -> None:
+        """Note the start of the sequences that have entered a row for the first time."""
+        if batch.joined:
+            now = self._clock()
+            for sequence in batch.joined:
+                if sequence.started is None:
+                    sequence.started = now
+
+    def done(self, batch: Batch, result: StepResult) -> list[tuple[int, float]]:
+        """(id, seconds) of the sequences whose first token is in ``result``. Call before the step is committed."""
+        first = batch.num_decodes
+        if first == batch.num_rows:
+            return []
+        now, found = self._clock(), []
+        for i in (np.flatnonzero(batch.samples[first:] & (result.counts[first:] > 0)) + first).tolist():
+            row = int(batch.rows[i])
+            sequence = self._table.sequences[row]
+            if sequence is None or self._table.epoch[row] != batch.epochs[i] or sequence.prefilled:
+                continue
+            sequence.prefilled = True
+            if sequence.started is not None:
+                found.append((sequence.id, now - sequence.started))
+        return found

@@ -173,6 +173,8 @@ class Sequence:
         preemptions: how often its pages were taken back.
         stop_ids: token ids that end it (eos unless ignored, and ``stop_token_ids``).
         timeout, queue_timeout: seconds from arrival after which it ends (0: never); the latter only while queued.
+        started: seconds (monotonic, this rank's own) at which it first entered a row; None before.
+        prefilled: its first token has been reported.
     """
 
     id: int
@@ -188,6 +190,8 @@ class Sequence:
     row: int = -1
     cached_tokens: int = 0
     preemptions: int = 0
+    started: float | None = None
+    prefilled: bool = False
 
     @property
     def max_length(self) -> int:

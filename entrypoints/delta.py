@@ -2,8 +2,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from glowplug.core.messages import Logprobs
+
+
+class Times(NamedTuple):
+    """Seconds that a sequence spent in each phase; None: it did not come so far.
+
+    Attributes:
+        queue: from arrival in the engine to admission.
+        prefill: from admission to the first token, preemptions included.
+        decode: from the first token to the last, preemptions included.
+    """
+
+    queue: float | None = None
+    prefill: float | None = None
+    decode: float | None = None
 
 
 @dataclass(slots=True)
@@ -19,6 +34,7 @@ class Delta:
         stop_reason: the stop string or token id that ended it.
         error, error_code: set when ``finish_reason`` is "error".
         cached_tokens, prompt_tokens, output_tokens: counts so far.
+        times: on the last delta.
         more: the next delta is there already, because its reader lags behind the engine.
     """
 
@@ -33,6 +49,7 @@ class Delta:
     cached_tokens: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
+    times: Times = Times()
     more: bool = False
 
     def merge(self, later: Delta) -> None:
@@ -47,3 +64,4 @@ class Delta:
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
         self.error, self.error_code = later.error, later.error_code
         self.cached_tokens, self.output_tokens = later.cached_tokens, later.output_tokens
+        self.times = later.times

@@ -30,12 +30,16 @@ from glowplug.core.output import OutputProcessor
 from glowplug.core.plan import EnginePlan
 from glowplug.core.request import SamplingParams
 from glowplug.core.tokenizer import Tokenizer
-from glowplug.entrypoints.delta import Delta
+from glowplug.entrypoints.delta import Delta, Times
 
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """One sequence as the front knows it. ``text`` is None when there is no tokenizer."""
+    """One sequence as the front knows it. ``text`` is None when there is no tokenizer.
+
+    ``queued`` and ``prefill``: seconds that the engine measured, see :class:`Times`. ``first`` and ``last``: when the
+    first and the last token came, seconds (monotonic).
+    """
 
     id: int
     params: SamplingParams
@@ -44,7 +48,10 @@ class Stream:
     arrival: float
     output_tokens: int = 0
     cached_tokens: int = 0
-    queued: float = 0.0
+    queued: float | None = None
+    prefill: float | None = None
+    first: float | None = None
+    last: float = 0.0
     done: bool = False
     prompt_logprobs: Logprobs | None = None
 
@@ -168,6 +175,10 @@ class Front:
             stream = self.streams.get(admitted.id)
             if stream is not None:
                 stream.queued, stream.cached_tokens = admitted.queued, admitted.cached_tokens
+        for id, seconds in output.prefilled:
+            stream = self.streams.get(id)
+            if stream is not None:
+                stream.prefill = seconds
         for id, scores in output.prompt_logprobs:
             self._prompt_scores(id, scores)
         ends = {finished.id: finished for finished in output.finished}
@@ -195,7 +206,11 @@ class Front:
             stream.prompt_logprobs.extend(scores)
 
     def _delta(self, stream: Stream, tokens: list[int], logprobs: Logprobs | None, end: Finished | None) -> Delta:
-        stream.output_tokens += len(tokens)
+        if tokens:
+            stream.output_tokens += len(tokens)
+            stream.last = self.heard
+            if stream.first is None:
+                stream.first = self.heard
         delta = Delta(token_ids=tokens, logprobs=logprobs, prompt_tokens=stream.prompt_tokens,
                       cached_tokens=stream.cached_tokens, output_tokens=stream.output_tokens)
         if stream.prompt_logprobs is not None and stream.output_tokens == len(tokens):
@@ -206,6 +221,8 @@ class Front:
             delta.finish_reason, delta.stop_reason = end.reason, end.stop_id
             delta.error, delta.error_code = end.error, end.error_code
         if delta.finish_reason is not None:
+            decode = None if stream.first is None else stream.last - stream.first
+            delta.times = Times(stream.queued, stream.prefill, decode)
             stream.done = True
             self.streams.pop(stream.id, None)
         return delta

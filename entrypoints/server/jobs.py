@@ -145,6 +145,7 @@ class Meter:
     def _finish(self, delta: Delta) -> None:
         metrics = self._metrics
         metrics.e2e.observe(time.monotonic() - self._arrival)
+        metrics.phases(delta.times)
         metrics.prompt_length.observe(delta.prompt_tokens)
         metrics.output_length.observe(self._tokens)
         metrics.prompt_tokens.inc(delta.prompt_tokens)

@@ -11,6 +11,7 @@ import orjson
 from glowplug.core.messages import Stats
 from glowplug.core.options import LogOptions
 from glowplug.entrypoints.client import EngineClient
+from glowplug.entrypoints.server.metric_names import hit_rate
 
 logger = logging.getLogger("glowplug.server")
 
@@ -52,6 +53,21 @@ def _by_group(groups: list[Stats]) -> str:
     return f", by group {'+'.join(str(stats.running) for stats in groups)}" if len(groups) > 1 else ""
 
 
+def stats_line(last: Stats, now: Stats, groups: list[Stats]) -> str | None:
+    """The statistics line for the time between two snapshots; None without a finished step or a token in between.
+
+    Tokens a second are those of the busy time, in which steps ran: idle time does not lower them.
+    """
+    output, prompt = now.output_tokens - last.output_tokens, now.prompt_tokens - last.prompt_tokens
+    busy = now.busy_seconds - last.busy_seconds
+    if busy <= 0 or not (output or prompt):
+        return None
+    used = now.pages_total - now.pages_free - now.pages_evictable
+    return (f"prompt {prompt / busy:.1f} tok/s, output {output / busy:.1f} tok/s in {busy:.1f} s busy, "
+            f"running {now.running}, waiting {now.waiting}, KV {100 * used / max(1, now.pages_total):.1f}%, "
+            f"prefix hits {100 * hit_rate(now):.1f}%{_by_group(groups)}")
+
+
 async def stats_lines(client: EngineClient, options: LogOptions) -> None:
     """A line every ``stats_interval`` seconds in which something was generated."""
     if not options.stats_interval:
@@ -60,11 +76,7 @@ async def stats_lines(client: EngineClient, options: LogOptions) -> None:
     while True:
         await asyncio.sleep(options.stats_interval)
         now = client.stats()
-        output, prompt = now.output_tokens - last.output_tokens, now.prompt_tokens - last.prompt_tokens
-        if output or prompt:
-            used = now.pages_total - now.pages_free - now.pages_evictable
-            logger.info("prompt %.1f tok/s, output %.1f tok/s, running %d, waiting %d, KV %.1f%%, prefix hits %.1f%%%s",
-                        prompt / options.stats_interval, output / options.stats_interval, now.running, now.waiting,
-                        100 * used / max(1, now.pages_total), 100 * now.prefix_hits / max(1, now.prefix_queries),
-                        _by_group(client.group_stats()))
-        last = now
+        line = stats_line(last, now, client.group_stats())
+        if line is not None:
+            logger.info("%s", line)
+            last = now

@@ -22,6 +22,16 @@ def _used_share(stats: Stats) -> float:
     return 1.0 - (stats.pages_free + stats.pages_evictable) / stats.pages_total
 
 
+def hit_rate(stats: Stats) -> float:
+    """Share of the prompt tokens looked up in the prefix cache that were found, since start."""
+    return stats.prefix_hit_tokens / max(1, stats.prefix_query_tokens)
+
+
+def per_busy_second(tokens: int, busy: float) -> float:
+    """Tokens a second of the time in which steps ran."""
+    return tokens / busy if busy else 0.0
+
+
 def _accept_length(stats: Stats) -> float:
     return stats.output_tokens / max(1, stats.output_tokens - stats.accepted_tokens)
 
@@ -37,11 +47,20 @@ STATS_SERIES: tuple[tuple[str, str, str, Callable[[Stats], float]], ...] = (
     ("kv_evictable_tokens", "gauge", "Token slots held by the prefix cache alone.",
      lambda s: s.pages_evictable * s.page_size),
     ("max_total_num_tokens", "gauge", "Token slots of the KV pool.", lambda s: s.pages_total * s.page_size),
-    ("prefix_cache_queries", "counter", "Look-ups in the prefix cache.", lambda s: s.prefix_queries),
-    ("prefix_cache_hits", "counter", "Look-ups that found a prefix.", lambda s: s.prefix_hits),
-    ("cache_hit_rate", "gauge", "Found of looked up, since start.", lambda s: s.prefix_hits / max(1, s.prefix_queries)),
-    ("num_preemptions", "counter", "Sequences that had their pages taken back.", lambda s: s.preemptions),
+    ("prefix_cache_queries_total", "counter", "Prompt tokens looked up in the prefix cache.",
+     lambda s: s.prefix_query_tokens),
+    ("prefix_cache_hits_total", "counter", "Prompt tokens found in the prefix cache.", lambda s: s.prefix_hit_tokens),
+    ("cache_hit_rate", "gauge", "Prompt tokens found of those looked up, since start.", hit_rate),
+    ("prefix_cache_lookups_total", "counter", "Look-ups in the prefix cache, one an admission.",
+     lambda s: s.prefix_queries),
+    ("prefix_cache_lookup_hits_total", "counter", "Look-ups that found a prefix.", lambda s: s.prefix_hits),
+    ("num_preemptions_total", "counter", "Sequences that had their pages taken back.", lambda s: s.preemptions),
     ("num_aborted_requests_total", "counter", "Sequences aborted.", lambda s: s.aborted),
+    ("prompt_tokens_per_second", "gauge", "Prompt tokens a second of busy time, since start.",
+     lambda s: per_busy_second(s.prompt_tokens, s.busy_seconds)),
+    ("generation_tokens_per_second", "gauge", "Output tokens a second of busy time, since start.",
+     lambda s: per_busy_second(s.output_tokens, s.busy_seconds)),
+    ("engine_busy_seconds_total", "counter", "Time in which steps ran, in any group.", lambda s: s.busy_seconds),
     ("engine_steps_total", "counter", "Steps of the engine.", lambda s: s.steps),
     ("engine_step_seconds_total", "counter", "Host time in steps.", lambda s: s.step_seconds),
     ("engine_bubble_seconds_total", "counter", "Time in which the device waited for the host.",
@@ -57,10 +76,12 @@ BY_GROUP = frozenset({"num_requests_running", "num_requests_waiting", "kv_cache_
 #: prefix -> their name -> our stem. The series that boards, gateways and autoscalers read.
 COMPAT: dict[str, dict[str, str]] = {
     "vllm": {name: name for name in (
-        "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries",
-        "prefix_cache_hits", "num_preemptions", "prompt_tokens_total", "generation_tokens_total",
+        "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries_total",
+        "prefix_cache_hits_total", "num_preemptions_total", "prompt_tokens_total", "generation_tokens_total",
         "request_success_total", "time_to_first_token_seconds", "inter_token_latency_seconds",
-        "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_prompt_tokens",
+        "request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
+        "request_prefill_time_seconds", "request_decode_time_seconds", "request_inference_time_seconds",
+        "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total", "request_prompt_tokens",
         "request_generation_tokens", "request_params_n", "request_params_max_tokens")},
     "sglang": {
         "num_running_reqs": "num_requests_running",
@@ -73,7 +94,7 @@ COMPAT: dict[str, dict[str, str]] = {
         "cached_tokens_total": "cached_tokens_total",
         "num_requests_total": "num_requests_total",
         "num_aborted_requests_total": "num_aborted_requests_total",
-        "num_retracted_requests_total": "num_preemptions",
+        "num_retracted_requests_total": "num_preemptions_total",
         "time_to_first_token_seconds": "time_to_first_token_seconds",
         "inter_token_latency_seconds": "inter_token_latency_seconds",
         "e2e_request_latency_seconds": "e2e_request_latency_seconds",

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from glowplug.core.messages import Stats
 from glowplug.core.options import MetricsOptions
+from glowplug.entrypoints.delta import Times
 from glowplug.entrypoints.server.metric_names import (
     BY_GROUP,
     COMPAT,
@@ -114,6 +115,13 @@ class Metrics:
         self.itl = add(Histogram("inter_token_latency_seconds", "Between tokens of one sequence.", ITL_EDGES))
         self.tpot = add(Histogram("request_time_per_output_token_seconds", "Decode time a token.", ITL_EDGES))
         self.e2e = add(Histogram("e2e_request_latency_seconds", "From arrival to the last token.", LATENCY_EDGES))
+        self._queue = add(Histogram("request_queue_time_seconds", "From arrival in the engine to admission.",
+                                    LATENCY_EDGES))
+        self._prefill = add(Histogram("request_prefill_time_seconds", "From admission to the first token.",
+                                      LATENCY_EDGES))
+        self._decode = add(Histogram("request_decode_time_seconds", "From the first token to the last.", LATENCY_EDGES))
+        self._inference = add(Histogram("request_inference_time_seconds", "From admission to the last token.",
+                                        LATENCY_EDGES))
         self.prompt_length = add(Histogram("request_prompt_tokens", "Prompt tokens a request.", LENGTH_EDGES))
         self.output_length = add(Histogram("request_generation_tokens", "Output tokens a request.", LENGTH_EDGES))
         self.max_tokens = add(Histogram("request_params_max_tokens", "The max_tokens asked for.", LENGTH_EDGES))
@@ -139,6 +147,15 @@ class Metrics:
     @property
     def enabled(self) -> bool:
         return self._options.enabled
+
+    def phases(self, times: Times) -> None:
+        """Observe the phases that a sequence has been through."""
+        if times.queue is not None:
+            self._queue.observe(times.queue)
+        if times.prefill is not None and times.decode is not None:
+            self._prefill.observe(times.prefill)
+            self._decode.observe(times.decode)
+            self._inference.observe(times.prefill + times.decode)
 
     def http(self, handler: str, method: str, status: int, seconds: float) -> None:
         known = method if method in ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH") else "other"

@@ -69,9 +69,13 @@ class Admission:
             budget -= len(tokens) - match.length
         return admitted
 
+    def looks_up(self, sequence: Sequence) -> bool:
+        """May a cached prefix of ``sequence`` be used?"""
+        return self.rows.cache.shares and not self.scored(sequence)
+
     def _match(self, sequence: Sequence, tokens: Ints) -> PrefixMatch:
         """The cached prefix; at least one token is left to compute, for its logits."""
-        if not self.rows.cache.shares or self.scored(sequence):
+        if not self.looks_up(sequence):
             return PrefixMatch(0, tokens[:0])
         return self.rows.cache.match(tokens[:-1], sequence.salt)
 
@@ -89,7 +93,7 @@ class Admission:
 
     def _try(self, sequence: Sequence, tokens: Ints, match: PrefixMatch) -> bool:
         if self._place(sequence, tokens, match):
-            self.queries += self.rows.cache.shares
+            self.queries += self.looks_up(sequence)
             self.hits += match.length > 0
             return True
         # NOTE: a cache that pins more than the match could keep the only sequence out for ever; without it, it fits.

@@ -230,6 +230,9 @@ class Continuous:
         sequence.cached_tokens = int(self.table.launched[sequence.row])
         self.stats.prompt_tokens += len(sequence.prompt)
         self.stats.cached_tokens += sequence.cached_tokens
+        if self.admission.looks_up(sequence):
+            self.stats.prefix_query_tokens += len(sequence.prompt)
+            self.stats.prefix_hit_tokens += sequence.cached_tokens
         queued = max(0.0, self.clock() - sequence.arrival)
         self._out.admitted.append(Admitted(sequence.id, queued, sequence.cached_tokens))
 

@@ -74,6 +74,7 @@ class Running:
     at: int = 0
     deadline: float = 0.0
     queued_at: float = field(default_factory=time.monotonic)
+    admitted_at: float = 0.0
 
 
 class FakeExecutor:
@@ -190,12 +191,17 @@ class FakeExecutor:
             deadline=now + submit.timeout if submit.timeout else 0.0)
 
     def _step(self) -> StepOutput:
-        output = StepOutput(ids=[], tokens=[], counts=[], logprobs=[], prompt_logprobs=[], admitted=[], finished=[])
+        output = StepOutput()
         while self.waiting and len(self.running) < self.rows:
             id, sequence = next(iter(self.waiting.items()))
             self.running[id] = self.waiting.pop(id)
             cached = len(sequence.submit.prompt_ids) // 16 * 16 if sequence.submit.salt == "warm" else 0
-            output.admitted.append(Admitted(id, time.monotonic() - sequence.queued_at, cached))
+            sequence.admitted_at = time.monotonic()
+            output.admitted.append(Admitted(id, sequence.admitted_at - sequence.queued_at, cached))
+            self.stats.prefix_queries += 1
+            self.stats.prefix_hits += cached > 0
+            self.stats.prefix_query_tokens += len(sequence.submit.prompt_ids)
+            self.stats.prefix_hit_tokens += cached
         for id, sequence in list(self.running.items()):
             self._advance(id, sequence, output)
         self.stats.steps += 1
@@ -215,6 +221,8 @@ class FakeExecutor:
         token = sequence.tokens[sequence.at]
         if sequence.at == 0 and params.prompt_logprobs is not None:
             output.prompt_logprobs.append((id, scores(sequence.submit.prompt_ids[1:].tolist(), params.prompt_logprobs)))
+        if sequence.at == 0:
+            output.prefilled.append((id, time.monotonic() - sequence.admitted_at))
         sequence.at += 1
         output.ids.append(id)
         output.tokens.append(token)

@@ -83,6 +83,44 @@ def test_other_names_have_the_same_values(server: Served) -> None:
         assert sum(line.startswith(f"# TYPE {prefix}:") for line in text.splitlines()) >= 15
 
 
+def test_vllm_s_counters_and_phase_histograms_have_its_names_and_units(server: Served) -> None:
+    """Prefix counters are in tokens; look-ups have a name of their own. The names are those of vLLM's V1 engine."""
+    prompt = "say:" + "a" * 60
+    server.executor.stats.preemptions = 3
+    for salt in ("cold", "warm"):
+        httpx.post(server.url + "/v1/completions", json={"prompt": prompt, "cache_salt": salt, "max_tokens": 9})
+    server.wait_idle()
+    text = scrape(server)
+    length = gauge(text, "prompt_tokens_total") / 2
+    for prefix in ("vllm", "glowplug"):
+        assert gauge(text, "prefix_cache_queries_total", prefix) == 2 * length
+        assert gauge(text, "prefix_cache_hits_total", prefix) == length // 16 * 16 > 0
+        assert gauge(text, "num_preemptions_total", prefix) == 3
+        phases = [f"request_{phase}_time_seconds" for phase in ("queue", "prefill", "decode", "inference")]
+        assert [gauge(text, f"{name}_count", prefix) for name in phases] == [2, 2, 2, 2]
+        queue, prefill, decode, inference = (gauge(text, f"{name}_sum", prefix) for name in phases)
+        assert inference == pytest.approx(prefill + decode) and queue + inference > 0
+    assert gauge(text, "prefix_cache_lookups_total") == 2 and gauge(text, "prefix_cache_lookup_hits_total") == 1
+    assert gauge(text, "cache_hit_rate") == pytest.approx(length // 16 * 16 / (2 * length))
+    assert not re.search(r"^(vllm|glowplug):(num_preemptions|prefix_cache_(queries|hits))\{", text, re.MULTILINE)
+
+
+def test_every_counter_is_named_total(server: Served) -> None:
+    counters = re.findall(r"^# TYPE (\S+) counter$", scrape(server), re.MULTILINE)
+    assert [name for name in counters if not name.endswith("_total")] == []
+
+
+def test_rates_are_those_of_busy_time(server: Served) -> None:
+    for name, value in (("output_tokens", 500), ("prompt_tokens", 80), ("busy_seconds", 2.5)):
+        setattr(server.executor.stats, name, value)
+    httpx.post(server.url + CHAT, json={"messages": [{"role": "user", "content": "say:abc"}], "max_tokens": 1})
+    server.wait_idle()
+    text = scrape(server)
+    assert gauge(text, "engine_busy_seconds_total") == 2.5
+    assert gauge(text, "generation_tokens_per_second") == pytest.approx(501 / 2.5)
+    assert gauge(text, "prompt_tokens_per_second") == pytest.approx(80 / 2.5)
+
+
 def test_labels_do_not_grow_with_what_clients_send(server: Served) -> None:
     with httpx.Client(base_url=server.url) as client:
         for i in range(20):

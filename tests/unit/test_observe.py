@@ -1,9 +1,14 @@
 """The step timer tells work from bubbles and from idleness."""
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from glowplug.core.observe import StepTimer
+from glowplug.core.batch import StepResult, idle_batch
+from glowplug.core.observe import PrefillTimer, StepTimer
+from glowplug.core.request import Sequence
+from glowplug.core.rows import SequenceTable
+from glowplug.core.testing.drive import sequence
 
 
 class Clock:
@@ -59,3 +64,58 @@ def test_the_device_knows_better() -> None:
 def test_a_result_without_a_launch_is_a_bug() -> None:
     with pytest.raises(AssertionError):
         StepTimer().done()
+
+
+# ---- prefill --------------------------------------------------------------------------------------------------------
+
+
+class Prefills:
+    """A table of one row, and its timer."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.table = SequenceTable(2, 64, 4)
+        self.timer = PrefillTimer(self.table, self.clock)
+
+    def step(self, time: float, one: Sequence, *, joins: bool = False, samples: bool = True, count: int = 1,
+             decodes: int = 0) -> list[tuple[int, float]]:
+        """The row's step is launched at ``time`` and yields ``count`` tokens two seconds later."""
+        batch = idle_batch()
+        batch.rows, batch.num_decodes = np.array([one.row], np.int32), decodes
+        batch.epochs, batch.samples = self.table.epoch[batch.rows].copy(), np.array([samples])
+        batch.joined = [one] if joins else []
+        self.clock.now = time
+        self.timer.launch(batch)
+        self.clock.now = time + 2
+        result = StepResult(np.zeros((1, 1), np.int64), np.array([count], np.int32), np.zeros(1, np.bool_))
+        return self.timer.done(batch, result)
+
+
+def test_prefill_ends_with_the_first_token_and_is_reported_once() -> None:
+    world, one = Prefills(), sequence(5, [1, 2, 3])
+    world.table.join(one)
+    assert world.step(10, one, joins=True, samples=False, count=0) == []
+    assert world.step(20, one) == [(5, 12)]
+    assert world.step(30, one, decodes=1) == [] and world.step(40, one) == []
+
+
+def test_a_sequence_preempted_in_its_prefill_keeps_its_start() -> None:
+    world, one = Prefills(), sequence(5, [1, 2, 3])
+    world.table.join(one)
+    world.step(10, one, joins=True, samples=False, count=0)
+    world.table.leave(one.row)
+    world.table.join(one)
+    assert world.step(50, one, joins=True) == [(5, 42)]
+
+
+def test_a_stale_step_ends_no_one_s_prefill() -> None:
+    world, one, other = Prefills(), sequence(5, [1, 2, 3]), sequence(6, [1])
+    world.table.join(one)
+    world.step(10, one, joins=True, samples=False, count=0)
+    batch = idle_batch()
+    batch.rows, batch.epochs = np.array([one.row], np.int32), world.table.epoch[[one.row]].copy()
+    batch.samples = np.ones(1, np.bool_)
+    world.table.leave(one.row)
+    world.table.join(other)
+    result = StepResult(np.zeros((1, 1), np.int64), np.ones(1, np.int32), np.zeros(1, np.bool_))
+    assert world.timer.done(batch, result) == [] and not other.prefilled
