@@ -172,9 +172,11 @@ class ChatTemplate:
 
 def _failed(error: Exception) -> RequestError:
     if isinstance(error, RaisedByTemplate):
-        return RequestError(f"the chat template refused the messages: {error}", code="template_error", param="messages")
+        return RequestError(f"the chat template refused the messages: {error}", code="template_error", param="messages",
+                            confidential=True)
     text = str(error)[:300] or type(error).__name__
-    return RequestError(f"the chat template failed: {type(error).__name__}: {text}", code="template_error")
+    return RequestError(f"the chat template failed: {type(error).__name__}: {text}", code="template_error",
+                        confidential=True)
 
 
 # ---- the operator's own template -------------------------------------------------------------------------------------

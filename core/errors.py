@@ -85,13 +85,16 @@ class RequestError(GlowplugError):
         code: machine-readable, for example ``context_length_exceeded``.
         param: the request field at fault, or None.
         status: HTTP status the server answers with.
+        confidential: the message may quote the prompt: it is for the client alone, and logs have the code.
     """
 
-    def __init__(self, message: str, *, code: str | None = None, param: str | None = None, status: int = 400) -> None:
+    def __init__(self, message: str, *, code: str | None = None, param: str | None = None, status: int = 400,
+                 confidential: bool = False) -> None:
         super().__init__(message)
         self.code = code
         self.param = param
         self.status = status
+        self.confidential = confidential
 
 
 def context_exceeded(context: int, what: str, param: str = "prompt") -> RequestError:

@@ -225,6 +225,7 @@ class LogOptions(Section):
     level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level shown")
     format: Literal["human", "json"] = Field("human", description="json: one object a line")
     stats_interval: float = Field(10.0, ge=0, description="seconds between statistics lines; 0: none")
+    requests: bool = Field(True, description="a line for each HTTP request; prompts never appear in it")
 
 
 class MetricsOptions(Section):

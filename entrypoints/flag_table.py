@@ -165,6 +165,8 @@ FLAGS: tuple[Flag, ...] = (
     Flag(("--log-level",), "log.level", "debug, info, warning, error"),
     Flag(("--log-format",), "log.format", "human or json"),
     switch("--disable-log-stats", "log.stats_interval", 0.0, "no statistics lines in the log"),
+    switch("--log-requests --enable-log-requests", "log.requests", True, "a line for each request (on by default)"),
+    switch("--disable-log-requests --no-enable-log-requests", "log.requests", False, "no line for each request"),
     Flag(("--watchdog-timeout",), "executor.watchdog",
          "seconds without a heartbeat before a rank counts as hung", float),
     switch("--enable-tokenizer-info-endpoint", "server.tokenizer_info", True, "serve /tokenizer_info (on by default)"),

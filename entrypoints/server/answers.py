@@ -16,13 +16,12 @@ from glowplug.core.errors import EngineDead, RequestError
 from glowplug.entrypoints.delta import Delta
 from glowplug.entrypoints.server.errors import from_exception
 from glowplug.entrypoints.server.metrics import Metrics
+from glowplug.entrypoints.server.request_log import CLIENT_CLOSED, RECORD, RequestRecord
 
 logger = logging.getLogger("glowplug.server")
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
-CLIENT_CLOSED = 499  #: nobody reads this answer; the number is for the metrics
-
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no")]
 
@@ -114,6 +113,7 @@ class EventStream(Response):
         self._source, self._metrics, self._stall = source, metrics, stall
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        _record(scope).streamed = True
         writer = asyncio.ensure_future(self._write(scope, send))
         watcher = asyncio.ensure_future(_gone(receive))
         try:
@@ -122,6 +122,7 @@ class EventStream(Response):
                 writer.result()
             else:
                 self._metrics.disconnected.inc()
+                _record(scope).leave()
         finally:
             watcher.cancel()
             if not writer.done():
@@ -140,12 +141,18 @@ class EventStream(Response):
                     await guard.send(send, data)
             except Exception as error:
                 self._metrics.rejected.inc(labels=("stream",))
+                _record(scope).fail(error)
                 if not isinstance(error, RequestError | EngineDead):  # the server itself tells of a dead engine, once
                     logger.exception("a stream failed")
                 await guard.send(send, b"data: " + bytes(from_exception(error).body) + b"\n\n")
             finally:
                 guard.stop()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _record(scope: Scope) -> RequestRecord:
+    """Return the request's log record, or an unused one where the outermost layer is missing."""
+    return scope.get(RECORD) or RequestRecord("", "", "")
 
 
 def _never(body: bytes) -> bool:
@@ -158,6 +165,7 @@ class _StallGuard:
 
     def __init__(self, scope: Scope, seconds: float) -> None:
         extensions: dict[str, Any] = scope.get("extensions") or {}
+        self._record = _record(scope)
         self._abort = extensions.get("glowplug.abort", {}).get("call")
         self._write: Callable[[bytes], bool] = extensions.get("glowplug.write", {}).get("call") or _never
         self._seconds = seconds
@@ -176,6 +184,7 @@ class _StallGuard:
         blocked = self._loop.time() - self._blocked_since if self._blocked_since else 0.0
         if blocked >= self._seconds and self._abort is not None:
             logger.warning("a client did not read for %.0f s: its stream is dropped", blocked)
+            self._record.reason = f"the client did not read for {blocked:.0f} s"
             self._abort()
             return
         self._timer = self._loop.call_later(self._seconds / 2, self._look)

@@ -45,7 +45,8 @@ def create_app(plan: EnginePlan, client: EngineClient, tokenizer: Tokenizer | No
         app.add_middleware(CORSMiddleware, allow_origins=list(context.options.cors_origins),
                            allow_methods=["GET", "POST"],
                            allow_headers=["authorization", "content-type", "x-request-id"])
-    app.add_middleware(Gate, max_body_bytes=context.options.max_body_bytes, metrics=context.metrics)
+    app.add_middleware(Gate, max_body_bytes=context.options.max_body_bytes, metrics=context.metrics,
+                       log=context.log, polls=[route.path for route in ROUTES if route.poll])
     return app
 
 

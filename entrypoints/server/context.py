@@ -10,7 +10,7 @@ from fastapi import Request
 
 from glowplug.core.errors import RequestError
 from glowplug.core.fingerprint import answers_fingerprint
-from glowplug.core.options import MetricsOptions, ServerOptions
+from glowplug.core.options import LogOptions, MetricsOptions, ServerOptions
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import OutputParserFactory
 from glowplug.core.tokenizer import Tokenizer
@@ -18,6 +18,7 @@ from glowplug.entrypoints.client import EngineClient
 from glowplug.entrypoints.server.errors import Unavailable
 from glowplug.entrypoints.server.jobs import Jobs
 from glowplug.entrypoints.server.metrics import Metrics
+from glowplug.entrypoints.server.request_log import RequestLog
 from glowplug.entrypoints.server.texts import TextWorkers
 from glowplug.entrypoints.server.token_names import TokenNames
 
@@ -39,6 +40,7 @@ class Context:
     names: TokenNames
     eos_ids: frozenset[str | int | None]
     fingerprint: str  #: ``system_fingerprint`` of every answer
+    log: RequestLog
     started: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
 
@@ -53,7 +55,8 @@ class Context:
         return Context(plan, client, tokenizer, parsers, options, metrics, Jobs(),
                        TextWorkers(tokenizer, options.tokenizer_threads, cap, plan.sizes.context_length),
                        TokenNames(tokenizer), frozenset(tokenizer.eos_ids if tokenizer is not None else ()),
-                       "fp_" + answers_fingerprint(plan, tokenizer.digest if tokenizer is not None else "")[:10])
+                       "fp_" + answers_fingerprint(plan, tokenizer.digest if tokenizer is not None else "")[:10],
+                       RequestLog(LogOptions.model_validate(plan.config.get("log", {})).requests))
 
     @property
     def model_name(self) -> str:

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from glowplug.core.errors import EngineDead, QueueFull, RequestError
 from glowplug.entrypoints.delta import Delta
+from glowplug.entrypoints.server.request_log import RECORD, RequestRecord
 
 logger = logging.getLogger("glowplug.server")
 
@@ -131,11 +132,19 @@ def _is_union_member(part: str) -> bool:
     return plain in ("str", "int", "float", "bool", "body") or "[" in part or part[:1].isupper()
 
 
+def _note(request: Request, error: Exception) -> None:
+    """Note the error in the request's log record."""
+    record: RequestRecord | None = request.scope.get(RECORD)
+    if record is not None:
+        record.fail(error)
+
+
 def install(app: FastAPI) -> None:
     """Every way an error leaves the app, in one place. 422 does not exist here."""
 
     async def deliberate(request: Request, error: Exception) -> Response:
         answer = from_exception(error)
+        _note(request, error)
         request.app.state.context.metrics.rejected.inc(labels=(str(answer.status_code),))
         return answer
 
@@ -145,6 +154,7 @@ def install(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        _note(request, RequestError(str(error.detail)))
         message = {404: f"no such route: {request.method} {_shown(request.url.path)}",
                    405: f"method {request.method} is not allowed here"}.get(error.status_code, str(error.detail))
         return error_response(message, error.status_code, headers=error.headers)

@@ -9,8 +9,10 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from glowplug.core.errors import RequestError
 from glowplug.entrypoints.server.errors import error_body
 from glowplug.entrypoints.server.limits import MAX_HEADER_BYTES
+from glowplug.entrypoints.server.request_log import RequestLog, RequestRecord, peer
 
 HEAD_SECONDS = 30.0  #: from the first byte of a request to the end of its headers
 DISCARD_SECONDS = 30.0  #: how long the rest of a body that was already refused is read and thrown away
@@ -19,10 +21,13 @@ DISCARD_SECONDS = 30.0  #: how long the rest of a body that was already refused 
 class GuardedProtocol(HttpToolsProtocol):
     """Adds two calls to ``scope["extensions"]``: ``["glowplug.abort"]["call"]`` closes the connection at once, unsent
     bytes included; ``["glowplug.write"]["call"]`` is :meth:`write_chunk`.
+
+    ``log``: receives what is refused here, before it becomes a request.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, log: RequestLog, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._log = log
         self._head_bytes = 0
         self._in_head = True
         self._deadline: asyncio.TimerHandle | None = None
@@ -43,8 +48,8 @@ class GuardedProtocol(HttpToolsProtocol):
         super().data_received(data)
         # NOTE: what came with this packet may be body, so the count is judged only while the head is still open.
         if self._in_head and self._head_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
-            body = error_body("too many or too large headers", 431, code="headers_too_large")
-            self._refuse("431 Request Header Fields Too Large", body)
+            self._refuse("Request Header Fields Too Large", RequestError(
+                "too many or too large headers", code="headers_too_large", status=431))
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -96,10 +101,14 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse("400 Bad Request", error_body("this is not HTTP", 400, code="invalid_http"))
+        self._refuse("Bad Request", RequestError("this is not HTTP", code="invalid_http"))
 
-    def _refuse(self, status: str, body: bytes) -> None:
-        head = (f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\n"
+    def _refuse(self, phrase: str, error: RequestError) -> None:
+        body = error_body(str(error), error.status, code=error.code)
+        head = (f"HTTP/1.1 {error.status} {phrase}\r\ncontent-type: application/json\r\n"
                 f"content-length: {len(body)}\r\nconnection: close\r\n\r\n")
         self.transport.write(head.encode("ascii") + body)
         self.transport.close()
+        record = RequestRecord("", "", "", peer(self.client), status=error.status)
+        record.fail(error)
+        self._log.write(record)

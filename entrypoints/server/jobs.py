@@ -13,6 +13,7 @@ from glowplug.core.request import SamplingParams
 from glowplug.entrypoints.delta import Delta
 from glowplug.entrypoints.server.errors import from_delta
 from glowplug.entrypoints.server.metrics import Metrics
+from glowplug.entrypoints.server.request_log import RequestRecord
 
 if TYPE_CHECKING:
     from glowplug.entrypoints.server.context import Context
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 class Job:
     """Sequence i is (``prompts[i]``, ``params[i]``), ``params[i].n`` being 1. Times in seconds, 0: none.
 
-    ``rid`` names the whole request, ``rids`` its sequences when the client named each.
+    ``rid`` names the whole request, ``rids`` its sequences when the client named each. ``n`` neighbouring sequences
+    share a prompt. ``record``: of the request log; None: the job is not a client's.
     """
 
     rid: str
@@ -33,6 +35,8 @@ class Job:
     timeout: float = 0.0
     queue_timeout: float = 0.0
     rids: list[str] | None = None
+    n: int = 1
+    record: RequestRecord | None = None
 
     async def run(self, context: Context) -> AsyncGenerator[tuple[int, Delta], None]:
         """(sequence, delta) in the order of arrival. Closing it aborts what still runs.
@@ -47,19 +51,24 @@ class Job:
                     yield item
 
     async def _sequence(self, context: Context, index: int) -> AsyncGenerator[tuple[int, Delta], None]:
-        meter = Meter(context.metrics, self.params[index])
+        meter = Meter(context.metrics, self.params[index], self.record)
+        last: Delta | None = None
         source = context.client.generate(
             self.prompts[index], self.params[index], request_id=self.rids[index] if self.rids else self.rid,
             priority=self.priority, salt=self.salt, timeout=self.timeout, queue_timeout=self.queue_timeout)
-        async with aclosing(source):  # type: ignore[type-var]
-            async for delta in source:
-                meter.observe(delta)
-                error = from_delta(delta) if delta.finish_reason is not None else None
-                if error is not None:
-                    raise error
-                yield index, delta
-                if delta.finish_reason is not None:
-                    return
+        try:
+            async with aclosing(source):  # type: ignore[type-var]
+                async for last in source:
+                    meter.observe(last)
+                    error = from_delta(last) if last.finish_reason is not None else None
+                    if error is not None:
+                        raise error
+                    yield index, last
+                    if last.finish_reason is not None:
+                        return
+        finally:
+            if last is not None and self.record is not None:
+                self.record.end_sequence(index // self.n, last)
         raise EngineDead("the engine ended a sequence without a reason")
 
     async def _merged(self, context: Context) -> AsyncGenerator[tuple[int, Delta], None]:
@@ -115,12 +124,12 @@ class Jobs:
 
 
 class Meter:
-    """Times one sequence and counts its tokens."""
+    """Times one sequence and counts its tokens. Notes the request's first token in ``record``."""
 
-    __slots__ = ("_arrival", "_first", "_last", "_metrics", "_tokens")
+    __slots__ = ("_arrival", "_first", "_last", "_metrics", "_record", "_tokens")
 
-    def __init__(self, metrics: Metrics, params: SamplingParams) -> None:
-        self._metrics = metrics
+    def __init__(self, metrics: Metrics, params: SamplingParams, record: RequestRecord | None) -> None:
+        self._metrics, self._record = metrics, record
         self._arrival = time.monotonic()
         self._first = self._last = 0.0
         self._tokens = 0
@@ -135,6 +144,8 @@ class Meter:
                 self._metrics.itl.observe((now - self._last) / count)
             else:
                 self._first = now
+                if self._record is not None and self._record.first is None:
+                    self._record.first = now
                 self._metrics.ttft.observe(now - self._arrival)
             self._last = now
             self._tokens += count

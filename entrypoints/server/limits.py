@@ -4,13 +4,14 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from glowplug.core.errors import RequestError
 from glowplug.entrypoints.server.errors import error_response
 from glowplug.entrypoints.server.metrics import Metrics
+from glowplug.entrypoints.server.request_log import RECORD, RequestLog, RequestRecord, peer
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 64 << 10  #: all names and values of one request
@@ -22,10 +23,15 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 
 class Gate:
-    """Outermost layer: names the request, refuses malformed headers, counts and times, caps the body."""
+    """Outermost layer: names the request, refuses malformed headers, counts, times and logs, caps the body.
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int, metrics: Metrics) -> None:
+    ``polls``: routes whose requests are logged at level debug.
+    """
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int, metrics: Metrics, log: RequestLog,
+                 polls: Collection[str]) -> None:
         self._app, self._max_body, self._metrics = app, max_body_bytes, metrics
+        self._log, self._polls = log, frozenset(polls)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -34,26 +40,36 @@ class Gate:
             return
         request_id = _request_id(scope["headers"])
         scope["glowplug.request_id"] = request_id
-        started, status = time.monotonic(), 500
+        scope[RECORD] = record = RequestRecord(request_id, scope["method"], scope["path"], peer(scope.get("client")))
         id_header = (b"x-request-id", request_id.encode())
 
         async def tagged(message: Message) -> None:
-            nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
+                record.status = message["status"]
                 message["headers"] = [*_without_id(message.get("headers", ())), id_header]
             await send(message)
 
         refusal = _refuse_headers(scope["headers"], self._max_body)
         try:
             if refusal is not None:
+                record.fail(refusal)
                 answer = error_response(str(refusal), refusal.status, code=refusal.code)
                 await answer(scope, receive, tagged)
             else:
                 await self._app(scope, _capped(receive, self._max_body), tagged)
+        except Exception as error:
+            record.fail(error)
+            raise
         finally:
-            route = scope.get("route")
-            self._metrics.http(getattr(route, "path", "unmatched"), scope["method"], status, time.monotonic() - started)
+            self._end(scope, record)
+
+    def _end(self, scope: Scope, record: RequestRecord) -> None:
+        """Count and log the request."""
+        path = getattr(scope.get("route"), "path", None)
+        record.route = path or record.route
+        record.seconds = time.monotonic() - record.started
+        self._metrics.http(path or "unmatched", record.method, record.status, record.seconds)
+        self._log.write(record, poll=path in self._polls)
 
 
 def _request_id(headers: Headers) -> str:

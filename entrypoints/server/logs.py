@@ -16,22 +16,33 @@ from glowplug.entrypoints.server.metric_names import hit_rate
 logger = logging.getLogger("glowplug.server")
 
 
+def printable(text: str) -> str:
+    """Escape control and format characters, line separators and lone surrogates in ``text``.
+
+    The result cannot forge a line of a log or control the terminal that shows it.
+    """
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
+
+
 class OneLine(logging.Formatter):
-    """``INFO 11-21 02:00:00 [name] message``. Control characters are escaped: no message can forge a second line."""
+    """``INFO 11-21 02:00:00 [name] message``, the message made printable."""
 
     def format(self, record: logging.LogRecord) -> str:
         when = time.strftime("%m-%d %H:%M:%S", time.localtime(record.created))
-        text = record.getMessage()
-        if any(ord(char) < 32 or ord(char) == 127 for char in text):
-            text = text.encode("unicode_escape").decode("ascii")
-        line = f"{record.levelname} {when} [{record.name}] {text}"
+        line = f"{record.levelname} {when} [{record.name}] {printable(record.getMessage())}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
 class JsonLine(logging.Formatter):
+    """One JSON object a line. An object with ``fields()`` in place of the message gives its own, "message" included."""
+
     def format(self, record: logging.LogRecord) -> str:
+        fields = getattr(record.msg, "fields", None)
+        said = {"message": printable(record.getMessage())} if fields is None else fields()
         body: dict[str, Any] = {"time": record.created, "level": record.levelname.lower(), "logger": record.name,
-                                "message": record.getMessage()}
+                                **said}
         if record.exc_info:
             body["traceback"] = self.formatException(record.exc_info)
         return orjson.dumps(body).decode()
@@ -46,6 +57,12 @@ def set_up_logging(options: LogOptions) -> None:
         target.handlers = [handler]
         target.setLevel(level)
         target.propagate = False
+    logging.getLogger("uvicorn.error").addFilter(_said_elsewhere)
+
+
+def _said_elsewhere(record: logging.LogRecord) -> bool:
+    """Return False for uvicorn's line on bytes that are not HTTP, since the request log has its own."""
+    return record.getMessage() != "Invalid HTTP request received."
 
 
 def _by_group(groups: list[Stats]) -> str:
@@ -54,9 +71,9 @@ def _by_group(groups: list[Stats]) -> str:
 
 
 def stats_line(last: Stats, now: Stats, groups: list[Stats]) -> str | None:
-    """The statistics line for the time between two snapshots; None without a finished step or a token in between.
+    """Return the statistics line for the time between two snapshots; None without a finished step or a token.
 
-    Tokens a second are those of the busy time, in which steps ran: idle time does not lower them.
+    Tokens a second are rates over busy time, in which steps ran, so that idle time does not lower them.
     """
     output, prompt = now.output_tokens - last.output_tokens, now.prompt_tokens - last.prompt_tokens
     busy = now.busy_seconds - last.busy_seconds

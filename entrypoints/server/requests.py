@@ -14,6 +14,7 @@ from glowplug.entrypoints.server.context import Context
 from glowplug.entrypoints.server.jobs import Job
 from glowplug.entrypoints.server.prompts import Prompt
 from glowplug.entrypoints.server.protocol.fields import SamplingFields
+from glowplug.entrypoints.server.request_log import RECORD, RequestRecord
 from glowplug.entrypoints.server.sampling import choices, inside, unknown_fields
 
 MAX_TIMEOUT = 86400.0
@@ -68,8 +69,12 @@ def make_job(request: Request, context: Context, rid: str, prompts: list[Prompt]
     for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
         with inside(places[min(number, len(places) - 1)]):
             context.client.check_request(prompt.ids, one)
+    record: RequestRecord | None = request.scope.get(RECORD)
+    if record is not None:
+        record.begin(rid, sum(len(prompt.ids) for prompt in prompts))
     context.metrics.requests.inc()
     context.metrics.n.observe(n)
     ids = [prompt.ids for prompt in prompts for _ in range(n)]
     each = [choice for one in params for choice in choices(one, n)]
-    return Job(rid, ids, each, priority, salt, timeout(request, context), context.options.queue_timeout)
+    return Job(rid, ids, each, priority, salt, timeout(request, context), context.options.queue_timeout, n=n,
+               record=record)

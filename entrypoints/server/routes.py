@@ -32,7 +32,7 @@ ERRORS = {
 class Route:
     """``answer`` (None: text) and ``body`` are for ``/openapi.json``; ``stream``: it can also answer with events.
 
-    ``admin``: needs the admin key.
+    ``admin``: needs the admin key. ``poll``: called periodically by monitors, and logged at level debug.
     """
 
     path: str
@@ -43,6 +43,7 @@ class Route:
     body: type[BaseModel] | None = None
     stream: bool = False
     admin: bool = False
+    poll: bool = False
 
     def responses(self) -> dict[int | str, dict[str, Any]]:
         good: dict[str, Any] = {"description": "The answer."}
@@ -78,10 +79,10 @@ ROUTES: tuple[Route, ...] = (
     Route("/v1/detokenize", text_routes.detokenize, _POST, _TEXT, answers.Detokenized, DetokenizeRequest),
     Route("/tokenizer_info", text_routes.tokenizer_info, _GET, _TEXT, answers.TokenizerInfo),
     Route("/v1/tokenizer_info", text_routes.tokenizer_info, _GET, _TEXT, answers.TokenizerInfo),
-    Route("/health", operations.health, _GET, _OPERATIONS, answers.Status),
-    Route("/ready", operations.ready, _GET, _OPERATIONS, answers.Status),
-    Route("/health_generate", operations.health_generate, _GET, _OPERATIONS, answers.Status),
-    Route("/metrics", operations.metrics, _GET, _OPERATIONS),
+    Route("/health", operations.health, _GET, _OPERATIONS, answers.Status, poll=True),
+    Route("/ready", operations.ready, _GET, _OPERATIONS, answers.Status, poll=True),
+    Route("/health_generate", operations.health_generate, _GET, _OPERATIONS, answers.Status, poll=True),
+    Route("/metrics", operations.metrics, _GET, _OPERATIONS, poll=True),
     Route("/version", operations.version, _GET, _OPERATIONS, answers.Version),
     Route("/model_info", operations.model_info, _GET, _OPERATIONS, answers.ModelInfo),
     Route("/get_model_info", operations.model_info, _GET, _OPERATIONS, answers.ModelInfo),

@@ -96,7 +96,8 @@ def inside(place: str) -> Iterator[None]:
         name = _NATIVE.get(error.param, error.param)
         message = str(error).replace(error.param, name)
         whole = f"{place}.{message}" if message.startswith(f"{name} ") else f"{place}.{name}: {message}"
-        raise RequestError(whole, code=error.code, param=f"{place}.{name}", status=error.status) from None
+        raise RequestError(whole, code=error.code, param=f"{place}.{name}", status=error.status,
+                           confidential=error.confidential) from None
 
 
 def _shared(fields: SamplingFields | NativeSampling, min_tokens: int | None) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import uvicorn
@@ -154,7 +155,8 @@ class Server:
     def __init__(self, app: Any, context: Context, listener: socket.socket) -> None:
         self._context, self._client, self._listener = context, context.client, listener
         self._http = _Uvicorn(uvicorn.Config(
-            app, http=GuardedProtocol, ws="none", lifespan="off", log_config=None, access_log=False,
+            app, http=partial(GuardedProtocol, log=context.log),  # type: ignore[arg-type]
+            ws="none", lifespan="off", log_config=None, access_log=False,
             server_header=False, timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=int(LAST_WORDS)))
         self._signalled = asyncio.Event()
         self._failed = exit_codes.FAILED

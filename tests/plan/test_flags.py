@@ -78,6 +78,10 @@ PUBLISHED: list[tuple[list[str], dict[str, Any]]] = [
     (["--page-size", "64"], {"attention": {"page_size": 64}}),
     (["--device", "cpu"], {"device": "cpu"}),
     (["--load-format", "dummy"], {"weights": {"use": "random"}}),
+    (["--disable-log-requests"], {"log": {"requests": False}}),
+    (["--no-enable-log-requests"], {"log": {"requests": False}}),
+    (["--enable-log-requests"], {"log": {"requests": True}}),
+    (["--log-requests"], {"log": {"requests": True}}),
 ]
 
 
