@@ -144,7 +144,7 @@ SGLANG = frozenset("""
     kt-num-gpu-experts kt-threadpool-count kt-weight-path kv-canary kv-canary-real-data kv-canary-sweep-interval
     language-only limit-mm-data-per-request linear-attn-backend linear-attn-decode-backend
     linear-attn-prefill-backend linear-attn-verify-backend linear-replayssm-cache-len lmcache-config-file
-    load-balance-method load-publish-endpoint load-snapshot-publish-interval log-level-http log-requests
+    load-balance-method load-publish-endpoint load-snapshot-publish-interval log-level-http
     log-requests-format log-requests-level log-requests-target lora-backend lora-drain-wait-threshold
     lora-eviction-policy lora-paths lora-strict-loading lora-use-virtual-experts mamba-full-memory-ratio
     mamba-max-states-per-path mamba-radix-cache-strategy mamba-scheduler-strategy mamba-ssm-dtype
@@ -208,14 +208,14 @@ VLLM = frozenset("""
     dbo-decode-token-threshold dbo-prefill-token-threshold dcp-kv-cache-interleave-size dcp-q-replicate
     default-mm-loras device-ids device-memory-utilization diffusion-config disable-access-log-for-endpoints
     disable-async-output-proc disable-cascade-attn disable-chunked-mm-input disable-fastapi-docs
-    disable-frontend-multiprocessing disable-hybrid-kv-cache-manager disable-log-requests
+    disable-frontend-multiprocessing disable-hybrid-kv-cache-manager
     disable-logprobs-during-spec-decoding disable-mm-preprocessor-cache disable-nccl-for-dp-synchronization
     disable-sliding-window disable-uvicorn-access-log dp-supervisor-probe-failure-threshold
     dp-supervisor-probe-interval-s dp-supervisor-probe-timeout-s dp-sync-interval ec-manager-config
     ec-transfer-config elastic-ep-max-dp-size enable-auto-tool-choice enable-batch-sharded-sampling
     enable-cumem-allocator enable-dbo enable-elastic-ep enable-ep-weight-filter enable-fault-tolerance
     enable-flash-late-interaction enable-flashinfer-autotune enable-force-include-usage enable-hc-sp
-    enable-layerwise-nvtx-tracing enable-log-deltas enable-log-outputs enable-log-requests
+    enable-layerwise-nvtx-tracing enable-log-deltas enable-log-outputs
     enable-logging-iteration-details enable-lora-bias enable-mamba-shared-prefix-checkpoint
     enable-mixed-moe-lora-format enable-mm-embeds enable-moe-shared-loras enable-multimodal-encoder-data-parallel
     enable-nccl-comm-suspend enable-offline-docs enable-per-request-metrics enable-prompt-adapter
