@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,11 +12,12 @@ import torch
 from pydantic import Field
 
 from glowplug.core.component import Component, Options
+from glowplug.core.machine import software
 from glowplug.core.plugins import PluginSet, load_plugins
 from glowplug.core.resolve import plan as make_plan
 from glowplug.entrypoints import bench
+from glowplug.entrypoints.bench import kernel_timing, kernels
 from glowplug.entrypoints.bench.kernel_calls import Call
-from glowplug.entrypoints.bench.kernel_timing import seconds
 from glowplug.entrypoints.bench.kernel_world import KernelWorld, NoiseSource, StepShape
 from glowplug.entrypoints.bench.kernels import _providers, variants
 from glowplug.entrypoints.cut_model import cut_config, write_cut
@@ -115,11 +117,43 @@ def test_noise_is_scaled_for_its_use() -> None:
     assert abs(float(source.read(Wanted("norm.weight", (999,))).float().mean()) - 1) < 0.05
 
 
-def test_a_call_is_timed() -> None:
-    slow, captured = seconds(lambda: torch.ones(300, 300) @ torch.ones(300, 300), "cpu")
-    quick, _ = seconds(lambda: None, "cpu")
+class Clock:
+    """Stands in for the module ``time``: a look costs ``look`` seconds, a call as much as it says."""
+
+    def __init__(self, look: float = 0.0) -> None:
+        self.look = look
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += self.look
+        return self.now
+
+    def spend(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize(("each", "calls"), [(0.02, kernel_timing.HOST_RUNS + 1), (0.001, 51)])
+def test_a_call_is_timed(each: float, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As often as it takes to fill the time, and a few times at least; one call before all is not timed."""
+    clock, spent = Clock(), list[float]()
+
+    def call() -> None:
+        spent.append(each)
+        clock.spend(each if len(spent) > 1 else 7.0)
+
+    monkeypatch.setattr(kernel_timing, "time", clock)
+    found, captured = kernel_timing.seconds(call, "cpu")
     assert not captured
-    assert 0 <= quick < slow
+    assert found == pytest.approx(each)
+    assert len(spent) == pytest.approx(calls, abs=1)
+
+
+def test_a_call_of_no_time_is_timed_no_longer_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The looks at the clock count, too."""
+    clock = Clock(look=1e-5)
+    monkeypatch.setattr(kernel_timing, "time", clock)
+    kernel_timing.seconds(lambda: None, "cpu")
+    assert clock.now == pytest.approx(kernel_timing.HOST_SECONDS, abs=1e-3)
 
 
 class _Options(Options):
@@ -150,7 +184,25 @@ def test_providers_of_a_cuda_device_are_not_tried_on_a_cpu(plugins: PluginSet, t
     assert not [one.label for one in variants(plan, plugins) if one.label.startswith("block_fp8")]
 
 
-def test_a_table_and_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_provider_of_the_ops_is_tried(plugins: PluginSet, tmp_path: Path) -> None:
+    write_config(tmp_path, "v3")
+    labels = [one.label for one in variants(make_plan({"model": str(tmp_path), **SIZES}, plugins=plugins), plugins)]
+    assert "torch_compile" in labels
+
+
+COMPILED = pytest.param(True, marks=[pytest.mark.slow, pytest.mark.timeout(900),
+                                     pytest.mark.skipif(not software(()).cxx, reason="needs a C++ compiler")])
+
+
+@pytest.mark.parametrize("compiled", [False, COMPILED])
+def test_a_table_and_a_record(compiled: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                              monkeypatch: pytest.MonkeyPatch) -> None:
+    """``compiled``: torch.compile's ops are among the providers, whose programs take half a minute to make."""
+    def tried(*given: Any) -> Iterator[kernels.Variant]:
+        return (one for one in variants(*given) if compiled or one.label != "torch_compile")
+
+    monkeypatch.setattr(kernels, "variants", tried)
+    monkeypatch.setattr(kernel_timing, "HOST_SECONDS", 0.001)
     out = tmp_path / "k.json"
     status = run("kernels", "--model", "tiny-v3", "--batch-size", "1", "2", "--context", "20", "--prefill", "24",
                  "--device", "cpu", "--bandwidth", "0.02", "--output-file", str(out))
@@ -174,8 +226,6 @@ def test_a_model_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]
 
 def test_a_provider_that_fails_is_named_and_the_others_measured(
         tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from glowplug.entrypoints.bench import kernels
-
     monkeypatch.setattr(kernels, "variants", lambda plan, plugins: iter([
         kernels.Variant("broken", {"attention": {"use": "torch_mla", "page_size": 4096}}, ("attention",))]))
     assert run("kernels", "--model", "tiny-v2", "--batch-size", "1", "--context", "8", "--device", "cpu", "--slots",
