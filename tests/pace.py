@@ -6,8 +6,10 @@ A bound is written for the machine of ``IDLE_SECONDS``; on a slower one, and bes
 from __future__ import annotations
 
 import json
+import resource
+import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 IDLE_SECONDS = 0.09  #: of one :func:`yardstick` where the bounds were written: a core of a shared server, Python 3.11
 
@@ -26,6 +28,17 @@ def yardstick() -> float:
         order = sorted(found, key=lambda name: (found[name], name))
         json.loads(json.dumps({name: found[name] for name in order}))
     return time.process_time() - start
+
+
+def child(command: Sequence[str], environment: Mapping[str, str]) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Run a command to its end. Return what it said and the processor seconds that it took, waiting not included.
+
+    No other child of this process may end meanwhile.
+    """
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(environment))
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def slowness(yardsticks: Sequence[float]) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 import json
 import random
 import struct
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,6 +19,7 @@ from glowplug.core.safetensors_header import DTYPES, INDEX_NAME, read_header, re
 from glowplug.core.testing.weights_suite import WeightSourceSuite
 from glowplug.plugins.weights.safetensors import SafetensorsOptions
 from glowplug.plugins.weights.safetensors_runtime import SafetensorsSource
+from tests.work import at_most
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -200,22 +200,21 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
 
 
 def test_five_hundred_mutated_headers(tmp_path: Path) -> None:
-    """Each is either still a consistent file or refused with a WeightError that names the file, in under a second."""
+    """Each is either still a consistent file or refused with a WeightError that names the file, with little work."""
     write_folder(tmp_path, shards=1)
     file = tmp_path / "model-00001-of-00001.safetensors"
     good, rng, refused = file.read_bytes(), random.Random(7), 0
     for _ in range(500):
         file.write_bytes(mutate(good, rng))
-        started = time.perf_counter()
         try:
-            found = read_header(file)
+            with at_most(most_lines=20_000, most_bytes=4 << 20):
+                found = read_header(file)
             body = sum(bytes_of(fact) for fact in found.values())
             header = struct.unpack("<Q", file.read_bytes()[:8])[0]
             assert 8 + header + body == file.stat().st_size
         except WeightError as error:
             refused += 1
             assert file.name in str(error) and len(str(error)) < 2000
-        assert time.perf_counter() - started < 1.0
     assert refused > 400
 
 

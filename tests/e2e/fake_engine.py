@@ -8,6 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import tokenizers
@@ -80,13 +81,16 @@ class Running:
 class FakeExecutor:
     """``step_seconds``: pause between steps. ``rows``: sequences that run at once. ``queue_limit``: that may wait.
 
+    ``loaded``: set once the model may be ready. ``held``: while it says so, sequences run and get no token.
     ``profiled`` lists the labels of profiles started; ``silent`` stops all frames, heartbeats included.
     """
 
     def __init__(self, *, step_seconds: float = 0.0, rows: int = 256, queue_limit: int = 1024,
-                 load_seconds: float = 0.0) -> None:
-        self.step_seconds, self.load_seconds = step_seconds, load_seconds
+                 loaded: threading.Event | None = None, held: Callable[[], bool] = lambda: False) -> None:
+        self.step_seconds = step_seconds
         self.rows, self.queue_limit = rows, queue_limit
+        self._loaded = loaded
+        self._held = held
         self.frames: queue.Queue[bytes] = queue.Queue()
         self.inbox: queue.Queue[bytes | None] = queue.Queue()
         self.running: dict[int, Running] = {}
@@ -103,7 +107,8 @@ class FakeExecutor:
     # ---- the executor's protocol ------------------------------------------------------------------------------------
 
     def start(self, plan: EnginePlan) -> None:
-        time.sleep(self.load_seconds)
+        if self._loaded is not None:
+            self._loaded.wait()
         threading.Thread(target=self._loop, daemon=True).start()
 
     def submit(self, data: bytes) -> None:
@@ -212,7 +217,7 @@ class FakeExecutor:
         if sequence.deadline and time.monotonic() > sequence.deadline:
             output.finished.append(self._end(id, Finished(id, "timeout")))
             return
-        if sequence.hang:
+        if sequence.hang or self._held():
             return
         if sequence.at == sequence.fail_at:
             error = "NaN in the logits, see /var/log/engine.log at 0x7f12345678"

@@ -1,25 +1,32 @@
 """A server process over the fake engine, for what needs a process: signals and exit codes.
 
-    python -m tests.e2e.fake_server PORT STEP_SECONDS LOAD_SECONDS DRAIN_TIMEOUT
+    python -m tests.e2e.fake_server PORT DRAIN_TIMEOUT LOADING HELD
+
+The model does not become ready while the file LOADING exists, and no sequence gets a token while HELD does.
 """
 from __future__ import annotations
 
 import sys
+import time
+from pathlib import Path
 
 from glowplug.core.options import LogOptions
 from glowplug.core.protocols import Executor
 from glowplug.entrypoints.server.logs import set_up_logging
 from glowplug.entrypoints.server.serve import bind, serve_until_done
 from tests.e2e.fake_engine import FakeExecutor, make_plan, make_tokenizer
+from tests.waiting import LOOK
 
 
 def main() -> int:
-    port, step, load, drain = int(sys.argv[1]), *(float(text) for text in sys.argv[2:5])
+    port, drain, loading, held = int(sys.argv[1]), float(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
     plan = make_plan(server={"drain_timeout": drain})
     set_up_logging(LogOptions())
 
     def make() -> Executor:
-        executor = FakeExecutor(step_seconds=step, load_seconds=load)
+        while loading.exists():
+            time.sleep(LOOK)
+        executor = FakeExecutor(step_seconds=LOOK, held=held.exists)
         executor.start(plan)
         return executor
 

@@ -17,6 +17,11 @@ from glowplug.entrypoints.client import EngineClient
 from glowplug.entrypoints.server import create_app
 from glowplug.entrypoints.server.serve import Server, bind
 from tests.e2e.fake_engine import FakeExecutor, make_plan, make_tokenizer
+from tests.waiting import LIMIT, until
+
+#: a new connection for each request, as of clients that do not know one another; making a client takes 20 ms
+HTTP = httpx.Client(timeout=LIMIT, limits=httpx.Limits(max_keepalive_connections=0))
+HELD = ("num_requests_running", "num_requests_waiting", "kv_used_tokens")  #: gauges that are 0 once all has ended
 
 
 class Served:
@@ -47,40 +52,32 @@ class Served:
         self.executor.start(self._plan)
         return self.executor
 
-    def wait_ready(self, seconds: float = 10.0) -> None:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if httpx.get(self.url + "/ready").status_code == 200:
-                return
-            time.sleep(0.02)
-        raise AssertionError("the server did not become ready")
+    def wait_ready(self) -> None:
+        until(lambda: HTTP.get(self.url + "/ready").status_code == 200, "the server is ready")
 
     def loop_seconds(self) -> float:
         """CPU time of the server's event loop so far."""
         future: Future[float] = Future()
         self._loop.call_soon_threadsafe(lambda: future.set_result(time.thread_time()))
-        return future.result(10)
+        return future.result(LIMIT)
 
     def stop(self) -> None:
         """As the first SIGTERM does."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self.server.stop)
 
-    def join(self, seconds: float = 10.0) -> int:
-        self._thread.join(seconds)
+    def join(self) -> int:
+        self._thread.join(LIMIT)
         assert not self._thread.is_alive(), "the server did not end"
         return self.exit_code
 
-    def wait_idle(self, seconds: float = 1.0) -> None:
-        """The engine runs and holds nothing, as its gauges say."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            text = httpx.get(self.url + "/metrics").text
-            held = [gauge(text, name) for name in ("num_requests_running", "num_requests_waiting", "kv_used_tokens")]
-            if not any(held):
-                return
-            time.sleep(0.02)
-        raise AssertionError("sequences were still held")
+    def wait_idle(self) -> None:
+        """Wait until the engine holds nothing, as its gauges say."""
+        def idle() -> bool:
+            text = HTTP.get(self.url + "/metrics").text
+            return not any(gauge(text, name) for name in HELD)
+
+        until(idle, "no sequence is held")
 
 
 def gauge(text: str, name: str, prefix: str = "glowplug") -> float:

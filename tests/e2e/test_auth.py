@@ -4,7 +4,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 
-import httpx
 import pytest
 from fastapi import APIRouter, FastAPI
 
@@ -13,7 +12,8 @@ from glowplug.core.options import ServerOptions
 from glowplug.core.plan import EnginePlan
 from glowplug.entrypoints.server.auth import Authoriser, leaf_routes, require_guarded
 from glowplug.entrypoints.server.routes import ROUTES
-from tests.e2e.serving import Served, served
+from tests.e2e.serving import HTTP, Served, served
+from tests.waiting import LIMIT
 
 KEY, ADMIN = "client-key", "admin-key"
 OPEN = {"/health", "/ready", "/metrics"}
@@ -45,14 +45,14 @@ def test_the_table_is_all_there_is() -> None:
 def test_every_route_is_closed_unless_listed(server: Served, method: str, path: str, admin: bool) -> None:
     url = server.url + path
     closed = 200 if path in OPEN else 401
-    assert httpx.request(method, url).status_code == closed
-    assert httpx.request(method, url, headers=bearer("wrong")).status_code == closed
+    assert HTTP.request(method, url).status_code == closed
+    assert HTTP.request(method, url, headers=bearer("wrong")).status_code == closed
     if admin:
-        assert httpx.request(method, url, headers=bearer(KEY)).status_code == 403
-        assert httpx.request(method, url, headers=bearer(ADMIN)).status_code == 200
+        assert HTTP.request(method, url, headers=bearer(KEY)).status_code == 403
+        assert HTTP.request(method, url, headers=bearer(ADMIN)).status_code == 200
     else:  # past the gate: a body is missing, which is another matter
         for key in (KEY, ADMIN):
-            assert httpx.request(method, url, headers=bearer(key)).status_code in (200, 415)
+            assert HTTP.request(method, url, headers=bearer(key)).status_code in (200, 415)
 
 
 NEAR = ["", "Bearer", f"bearer{KEY}", f"Basic {KEY}", f"Bearer {KEY[:-1]}", f"Bearer {KEY} x"]
@@ -60,19 +60,19 @@ NEAR = ["", "Bearer", f"bearer{KEY}", f"Basic {KEY}", f"Bearer {KEY[:-1]}", f"Be
 
 @pytest.mark.parametrize("value", NEAR)
 def test_near_keys_are_no_keys(server: Served, value: str) -> None:
-    assert httpx.get(server.url + "/v1/models", headers={"Authorization": value}).status_code == 401
+    assert HTTP.get(server.url + "/v1/models", headers={"Authorization": value}).status_code == 401
 
 
 def test_the_scheme_has_no_case_and_the_error_no_secret(server: Served) -> None:
-    assert httpx.get(server.url + "/v1/models", headers={"authorization": f"bEaReR {KEY}"}).status_code == 200
-    refused = httpx.get(server.url + "/v1/models", headers=bearer("guess"))
+    assert HTTP.get(server.url + "/v1/models", headers={"authorization": f"bEaReR {KEY}"}).status_code == 200
+    refused = HTTP.get(server.url + "/v1/models", headers=bearer("guess"))
     assert KEY not in refused.text and "guess" not in refused.text
     assert refused.json()["error"]["type"] == "authentication_error"
 
 
 def raw(server: Served, request: bytes) -> bytes:
     """The first bytes of the answer to ``request``, byte for byte as written."""
-    with socket.create_connection((server.host, server.port), timeout=5) as connection:
+    with socket.create_connection((server.host, server.port), timeout=LIMIT) as connection:
         connection.sendall(request)
         return connection.recv(65536)
 
@@ -103,8 +103,8 @@ def test_a_key_of_any_bytes_is_401_not_500(server: Served) -> None:
 
 def test_without_an_admin_key_the_api_key_opens_everything() -> None:
     with served(server={"api_key": KEY}) as one:
-        assert httpx.post(one.url + "/flush_cache").status_code == 401
-        assert httpx.post(one.url + "/flush_cache", headers=bearer(KEY)).status_code == 200
+        assert HTTP.post(one.url + "/flush_cache").status_code == 401
+        assert HTTP.post(one.url + "/flush_cache", headers=bearer(KEY)).status_code == 200
 
 
 def test_only_an_admin_key_closes_only_the_admin_routes() -> None:
@@ -117,8 +117,8 @@ def test_only_an_admin_key_closes_only_the_admin_routes() -> None:
 
 def test_open_routes_can_be_closed() -> None:
     with served(server={"api_key": KEY, "open_routes": ["/ready"]}) as one:
-        assert httpx.get(one.url + "/metrics").status_code == 401
-        assert httpx.get(one.url + "/ready").status_code == 200
+        assert HTTP.get(one.url + "/metrics").status_code == 401
+        assert HTTP.get(one.url + "/ready").status_code == 200
 
 
 class PluginSet:
@@ -133,8 +133,8 @@ class PluginSet:
 
 def test_a_plugins_routes_are_closed_too() -> None:
     with served(plugins=PluginSet(), server={"api_key": KEY}) as one:
-        assert httpx.get(one.url + "/mine/health").status_code == 401
-        assert httpx.get(one.url + "/mine/health", headers=bearer(KEY)).json() == {}
+        assert HTTP.get(one.url + "/mine/health").status_code == 401
+        assert HTTP.get(one.url + "/mine/health", headers=bearer(KEY)).json() == {}
 
 
 def nothing() -> dict[str, str]:

@@ -16,6 +16,7 @@ from glowplug.core.resolve import plan as make_plan
 from glowplug.entrypoints.client import EngineClient
 from glowplug.entrypoints.launch import start_executor
 from tests.tiny import write_config
+from tests.waiting import LIMIT
 
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 
@@ -46,8 +47,8 @@ async def tokens(client: EngineClient, ids: list[int], params: SamplingParams, n
     return got
 
 
-async def until_idle(client: EngineClient, seconds: float) -> None:
-    async with asyncio.timeout(seconds):
+async def until_idle(client: EngineClient) -> None:
+    async with asyncio.timeout(LIMIT):
         while True:
             stats = client.stats()
             idle = stats.running == stats.waiting == 0
@@ -64,7 +65,7 @@ def test_two_hundred_streams_finish(folder: Path, executor: str) -> None:
             alone = await tokens(client, [9, 8, 7], params)
             many = await asyncio.gather(*(tokens(client, [9, 8, 7], params, f"r{i}") for i in range(200)))
             assert all(one == alone for one in many)
-            await until_idle(client, 2)
+            await until_idle(client)
 
     asyncio.run(run())
 
@@ -74,13 +75,14 @@ def test_dropped_clients_free_their_pages(folder: Path) -> None:
         few = {"max_running_requests": 4}
         async with client_for(folder, executor={"use": "multiprocess"}, scheduler=few) as client:
             tasks = [asyncio.create_task(tokens(client, [3 + i, 4, 5], LONG, f"r{i}")) for i in range(12)]
-            async with asyncio.timeout(20.0):
+            async with asyncio.timeout(LIMIT):
                 while not client.stats().running:
                     await asyncio.sleep(0.02)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await until_idle(client, 1.0)
+            await until_idle(client)
+            assert client.stats().aborted == 12, "none ran to its end"
 
     asyncio.run(run())
 
@@ -94,7 +96,7 @@ def test_abort_by_request_id(folder: Path) -> None:
             await client.abort("mine")
             await client.abort("mine")
             assert (await task).finish_reason == "abort"
-            await until_idle(client, 1.0)
+            await until_idle(client)
 
     async def _last(client: EngineClient, name: str) -> Any:
         return [delta async for delta in client.generate([5, 6], LONG, request_id=name)][-1]

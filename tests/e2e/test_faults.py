@@ -4,7 +4,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from glowplug import LLM, SamplingParams
 from glowplug.core.errors import EngineDead, GlowplugError
 from tests.tiny import write_config
+from tests.waiting import until
 
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 
@@ -44,10 +44,8 @@ def test_killed_in_mid_decode(folder: Path, number: int) -> None:
     with pytest.raises(EngineDead, match=r"rank 0 ended \(exit code -\d+\) in phase serve"):
         while True:
             llm.generate([[5, 6, 7]] * 4, LONG)
-    killed = time.monotonic()
+    assert gone(pid), "there is nothing left to wait for when it is closed"
     llm.close()
-    assert gone(pid)
-    assert time.monotonic() - killed < 5
     with pytest.raises(EngineDead):
         llm.generate([[5]], LONG)
 
@@ -87,7 +85,7 @@ def test_parent_death_ends_the_rank(folder: Path) -> None:
             f"    llm = LLM(model={str(folder)!r}, weights={{'use': 'random'}}, skip_tokenizer=True,"
             f" executor={{'use': 'multiprocess'}})\n"
             f"    print(llm._executor.pids[0], flush=True)\n"
-            f"    import time; time.sleep(60)\n")
+            f"    import time; time.sleep(600)\n")
     script = folder / "parent.py"
     script.write_text(code)
     parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True,
@@ -96,7 +94,4 @@ def test_parent_death_ends_the_rank(folder: Path) -> None:
     pid = int(parent.stdout.readline())
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 5
-    while not gone(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert gone(pid)
+    until(lambda: gone(pid), "the rank has gone")

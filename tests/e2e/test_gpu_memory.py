@@ -44,7 +44,7 @@ def processes() -> int:
     """How many use the device; -1 where nobody can tell."""
     try:
         found = subprocess.run(["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"], text=True,
-                               capture_output=True, timeout=10, check=True).stdout
+                               capture_output=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return -1
     return len(found.split())

@@ -44,7 +44,7 @@ def test_memory_and_handles_stay_level() -> None:
         sizes = []
         for _ in range(5):
             asyncio.run(mixed(one.url, rng))
-            one.wait_idle(5)
+            one.wait_idle()
             for kept in (one.executor.params, one.executor.priorities, one.executor.salts):
                 kept.clear()
             gc.collect()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.e2e.serving import Served, gauge, served
+from tests.e2e.serving import HTTP, Served, gauge, served
 
 VALUE = r'"(?:[^"\\\n]|\\.)*"'
 LINE = re.compile(r"^[a-zA-Z_:][a-zA-Z0-9_:]*\{model_name=" + VALUE + r"(,[a-z_]+=" + VALUE + r")*\} [0-9.e+-]+$")
@@ -21,7 +21,7 @@ def server() -> Iterator[Served]:
 
 
 def scrape(server: Served) -> str:
-    answer = httpx.get(server.url + "/metrics")
+    answer = HTTP.get(server.url + "/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     return answer.text
 
@@ -41,7 +41,7 @@ def test_every_line_parses_and_every_series_has_a_type(server: Served) -> None:
 def test_counts_add_up(server: Served) -> None:
     for i in range(3):
         messages = [{"role": "user", "content": "say:abc"}]
-        httpx.post(server.url + CHAT, json={"messages": messages, "n": 2, "max_tokens": 9, "stream": bool(i % 2)})
+        HTTP.post(server.url + CHAT, json={"messages": messages, "n": 2, "max_tokens": 9, "stream": bool(i % 2)})
     text = scrape(server)
     assert gauge(text, "num_requests_total") == 3
     assert gauge(text, "generation_tokens_total") == 3 * 2 * 4
@@ -55,14 +55,14 @@ def test_counts_add_up(server: Served) -> None:
 
 def test_refusals_are_counted_by_status(server: Served) -> None:
     for body in ({}, {"messages": "x"}, {"messages": [{"role": "user", "content": "x"}], "model": "other"}):
-        httpx.post(server.url + CHAT, json=body)
+        HTTP.post(server.url + CHAT, json=body)
     text = scrape(server)
     for status, count in (("400", 2), ("404", 1)):
         assert f'requests_rejected_total{{model_name="odd\\"name\\n",status="{status}"}} {count}' in text
 
 
 def test_histogram_buckets_are_cumulative(server: Served) -> None:
-    httpx.post(server.url + CHAT, json={"messages": [{"role": "user", "content": "say:abc"}]})
+    HTTP.post(server.url + CHAT, json={"messages": [{"role": "user", "content": "say:abc"}]})
     counts = [float(line.rpartition(" ")[2]) for line in scrape(server).splitlines()
               if line.startswith("glowplug:request_generation_tokens_bucket")]
     assert counts == sorted(counts) and counts[0] == 0 and counts[-1] == 1
@@ -70,7 +70,7 @@ def test_histogram_buckets_are_cumulative(server: Served) -> None:
 
 
 def test_other_names_have_the_same_values(server: Served) -> None:
-    httpx.post(server.url + CHAT, json={"messages": [{"role": "user", "content": "say:abc"}]})
+    HTTP.post(server.url + CHAT, json={"messages": [{"role": "user", "content": "say:abc"}]})
     text = scrape(server)
     for prefix, theirs, ours in (("vllm", "generation_tokens_total", "generation_tokens_total"),
                                  ("vllm", "time_to_first_token_seconds_count", "time_to_first_token_seconds_count"),
@@ -133,6 +133,6 @@ def test_labels_do_not_grow_with_what_clients_send(server: Served) -> None:
 
 def test_metrics_can_be_off() -> None:
     with served(metrics={"enabled": False}) as one:
-        assert httpx.get(one.url + "/metrics").status_code == 404
+        assert HTTP.get(one.url + "/metrics").status_code == 404
     with served() as one:
         assert "vllm:" not in scrape(one)

@@ -5,12 +5,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.e2e import serving
 from tests.e2e.fake_engine import make_plan
-from tests.e2e.serving import Served, served
+from tests.e2e.serving import HTTP, Served, served
 
 CHAT = {"messages": [{"role": "user", "content": "say:hi"}]}
 
@@ -33,14 +32,14 @@ def server() -> Iterator[Served]:
     ("/generate", {"text": ["say:a"] * 6})])
 def test_more_choices_than_the_queue_holds_are_refused_for_good(server: Served, path: str, body: Any) -> None:
     """429 would have the client try again for ever."""
-    answer = httpx.post(server.url + path, json=body)
+    answer = HTTP.post(server.url + path, json=body)
     assert answer.status_code == 400 and "at most 5" in answer.json()["error"]["message"]
-    assert len(httpx.post(server.url + "/v1/chat/completions", json={**CHAT, "n": 5}).json()["choices"]) == 5
+    assert len(HTTP.post(server.url + "/v1/chat/completions", json={**CHAT, "n": 5}).json()["choices"]) == 5
     server.wait_idle()
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses", "//v1/models", "/a/b/c"])
 def test_a_missing_route_is_named(server: Served, path: str) -> None:
-    answer = httpx.post(server.url + path, json={})
+    answer = HTTP.post(server.url + path, json={})
     assert answer.status_code == 404
     assert answer.json()["error"]["message"] == f"no such route: POST {path.strip('/')}"

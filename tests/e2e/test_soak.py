@@ -5,8 +5,7 @@ import argparse
 import json
 import os
 import sys
-import threading
-import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +15,43 @@ from glowplug import LLM
 from glowplug.entrypoints import bench
 from glowplug.entrypoints.bench import process_memory, soak
 from tests.tiny import write_config
+
+STEP = 0.05  #: seconds that a look moves the clock on
+
+
+class Clock:
+    """Stands in for the module ``time``: only a look at it and a sleep move it on, however fast the machine is.
+
+    Attributes:
+        slept: called at each sleep.
+    """
+
+    def __init__(self) -> None:
+        self.slept: Callable[[], None] = lambda: None
+        self._now = 0.0
+        self._due: list[tuple[float, Callable[[], None]]] = []
+
+    def at(self, seconds: float, act: Callable[[], None]) -> None:
+        """Call ``act`` once, as soon as the clock shows ``seconds``."""
+        self._due.append((seconds, act))
+
+    def monotonic(self) -> float:
+        self._now += STEP
+        for due in [due for due in self._due if due[0] <= self._now]:
+            self._due.remove(due)
+            due[1]()
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self._now += seconds
+        self.slept()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    one = Clock()
+    monkeypatch.setattr(soak, "time", one)
+    return one
 
 
 def options(tmp_path: Path, *words: str, tokens: int = 1024) -> argparse.Namespace:
@@ -32,7 +68,7 @@ def outcome(tmp_path: Path, *words: str, tokens: int = 1024) -> tuple[int, dict]
     return status, json.loads((tmp_path / "soak.json").read_text())
 
 
-def test_a_short_soak_holds(tmp_path: Path) -> None:
+def test_a_short_soak_holds(tmp_path: Path, clock: Clock) -> None:
     status, found = outcome(tmp_path, "--minutes", "0.07", "--pauses", "3")
     assert (status, found["failures"], found["answers_changed"]) == (0, [], 0)
     assert found["requests"] == sum(found["ends"].values()) > 20
@@ -42,7 +78,7 @@ def test_a_short_soak_holds(tmp_path: Path) -> None:
     assert all(sample["pages"]["free"] == sample["pages"]["total"] == 64 for sample in found["samples"])
     assert found["conditions"]["card"].startswith("cpu")
     assert (found["finished"], found["held_minutes"]) == (True, 0.0)
-    assert found["minutes"] * 60 == pytest.approx(found["samples"][-1]["loaded"], abs=0.1)
+    assert found["minutes"] * 60 == pytest.approx(found["samples"][-1]["loaded"], abs=0.1)  # rounded
 
 
 @pytest.mark.slow
@@ -54,17 +90,17 @@ def test_half_a_minute_leaves_nothing_behind(tmp_path: Path, more: tuple[str, ..
     assert found["preemptions"] > 0
 
 
-def test_a_cache_that_never_was_full_is_found_when_asked_for(tmp_path: Path) -> None:
+def test_a_cache_that_never_was_full_is_found_when_asked_for(tmp_path: Path, clock: Clock) -> None:
     words = ("--minutes", "0.02", "--pauses", "1", "--expect-full")
     status, found = outcome(tmp_path, *words, "--in-flight", "1", tokens=2048)
     assert (status, found["was_full"], found["preemptions"]) == (1, False, 0)
     assert "never was full" in found["failures"][0] and len(found["failures"]) == 1
-    status, found = outcome(tmp_path, *words, "--minutes", "0.1", tokens=320)
+    status, found = outcome(tmp_path, *words, "--minutes", "0.25", tokens=320)
     assert (status, found["was_full"], found["failures"]) == (0, True, [])
     assert found["least_free_share"] <= 1 / found["pages"] and found["preemptions"] > 0
 
 
-def test_when_a_cache_is_called_full(tmp_path: Path) -> None:
+def test_when_a_cache_is_called_full(tmp_path: Path, clock: Clock) -> None:
     """A row that wants two pages of a small cache takes another's back while there is one."""
     with tiny(tmp_path) as llm:
         one = soaking(tmp_path, llm)
@@ -75,39 +111,34 @@ def test_when_a_cache_is_called_full(tmp_path: Path) -> None:
             assert one.result()["was_full"] == full, (pages, left, preemptions)
 
 
-def test_it_holds_while_the_file_is_there_and_the_time_does_not_count(tmp_path: Path) -> None:
+def test_it_holds_while_the_file_is_there_and_the_time_does_not_count(tmp_path: Path, clock: Clock) -> None:
     hold, out = tmp_path / "hold", tmp_path / "soak.json"
     seen: list[dict] = []
 
-    def others() -> None:
-        deadline = time.monotonic() + 60
-        while not seen and time.monotonic() < deadline:
-            if out.exists() and not hold.exists() and json.loads(out.read_text())["samples"]:
-                hold.touch()
-            if out.exists() and (found := json.loads(out.read_text()))["holding"]:
-                time.sleep(1.0)
-                seen.extend([found, json.loads(out.read_text())])
-            time.sleep(0.01)
-        hold.unlink()
+    def held() -> None:
+        seen.append(json.loads(out.read_text()))
+        if len(seen) == 5:
+            hold.unlink()
 
-    thread = threading.Thread(target=others)
-    thread.start()
+    clock.slept = held
+    clock.at(1.0, hold.touch)
     status, found = outcome(tmp_path, "--minutes", "0.05", "--pauses", "1", "--hold", str(hold))
-    thread.join()
     assert (status, found["failures"]) == (0, [])
-    assert seen[0] == seen[1] and not seen[0]["finished"] and seen[0]["samples"]
+    assert len(seen) == 5 and all(one == seen[0] for one in seen)
+    assert seen[0]["holding"] and not seen[0]["finished"] and seen[0]["samples"]
     assert found["held_minutes"] * 60 >= 0.9 and 3.0 <= found["minutes"] * 60 + 0.05
     assert found["samples"][-1]["seconds"] >= 60 * (found["minutes"] + found["held_minutes"]) - 0.1
     assert len(found["samples"]) == len(seen[0]["samples"]) + 1 == 2 + (seen[0]["minutes"] > 0)
 
 
-def test_who_does_not_end_in_time_is_given_up_for_the_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_does_not_end_in_time_is_given_up_for_the_hold(tmp_path: Path, clock: Clock,
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "PATIENCE", 0.0)
     hold = tmp_path / "hold"
     with tiny(tmp_path) as llm:
         one = soak.Soak(llm, options(tmp_path, "--minutes", "1", "--hold", str(hold), "--abort-share", "0"))
-        one._started = time.monotonic()
-        threading.Timer(1.0, hold.touch).start()
+        one._started = clock.monotonic()
+        clock.at(1.0, hold.touch)
         assert not one._load_until(60.0)
         assert one.ends["given up"] >= 1 and not one._running and one.loaded < 30
         hold.unlink()
@@ -115,7 +146,7 @@ def test_who_does_not_end_in_time_is_given_up_for_the_hold(tmp_path: Path, monke
         assert one.failures == [] and one.samples[0].pages["free"] == one.samples[0].pages["total"]
 
 
-def test_each_pause_leaves_what_is_known(tmp_path: Path) -> None:
+def test_each_pause_leaves_what_is_known(tmp_path: Path, clock: Clock) -> None:
     """What a run that is killed leaves behind: everything up to its last pause."""
     left = []
     with tiny(tmp_path) as llm:
@@ -153,7 +184,7 @@ def test_where_the_driver_does_not_tell_the_device_is_judged(tmp_path: Path, bod
     assert process_memory.ProcessMemory((str(tmp_path / "none"),)).bytes() is None
 
 
-def test_memory_of_others_on_the_card_is_not_judged(tmp_path: Path) -> None:
+def test_memory_of_others_on_the_card_is_not_judged(tmp_path: Path, clock: Clock) -> None:
     with tiny(tmp_path) as llm:
         one = soaking(tmp_path, llm)
         one.samples[-1].device_used += 999 << 20
@@ -180,14 +211,14 @@ def tiny(tmp_path: Path) -> LLM:
                memory={"kv_tokens": 1024}, context_length=256, scheduler={"max_running_requests": 8})
 
 
-def test_a_lost_page_is_found(tmp_path: Path) -> None:
+def test_a_lost_page_is_found(tmp_path: Path, clock: Clock) -> None:
     with tiny(tmp_path) as llm:
         scheduler = llm._executor._engine.scheduler  # type: ignore[attr-defined]
         scheduler.pages.take(1)
         assert "pages accounted for" in " ".join(soaking(tmp_path, llm).failures)
 
 
-def test_an_answer_that_changes_is_found(tmp_path: Path) -> None:
+def test_an_answer_that_changes_is_found(tmp_path: Path, clock: Clock) -> None:
     with tiny(tmp_path) as llm:
         one = soaking(tmp_path, llm)
         assert one.failures == []
@@ -196,7 +227,7 @@ def test_an_answer_that_changes_is_found(tmp_path: Path) -> None:
         assert one.answers_changed == 1 and "answered otherwise" in one.failures[0]
 
 
-def test_growing_memory_is_found(tmp_path: Path) -> None:
+def test_growing_memory_is_found(tmp_path: Path, clock: Clock) -> None:
     with tiny(tmp_path) as llm:
         one = soaking(tmp_path, llm)
         assert one.result()["failures"] == []
@@ -205,7 +236,7 @@ def test_growing_memory_is_found(tmp_path: Path) -> None:
         assert one.growth()["device_claimed"] == 40.0
 
 
-def test_an_engine_that_dies_is_a_failure_not_a_traceback(tmp_path: Path) -> None:
+def test_an_engine_that_dies_is_a_failure_not_a_traceback(tmp_path: Path, clock: Clock) -> None:
     with tiny(tmp_path) as llm:
         runner = llm._executor._engine.runner  # type: ignore[attr-defined]
         runner.launch = lambda batch: 1 / 0

@@ -12,7 +12,7 @@ import shutil
 import struct
 import subprocess
 import sys
-import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ import torch
 from glowplug.core.protocols import WeightSource, Worker
 from glowplug.core.testing.plans import bare_plan
 from glowplug.core.testing.weights_suite import WeightSourceSuite
+from tests.work import at_most
 
 gguf = pytest.importorskip("gguf")
 ROOT = Path(__file__).parents[2]
@@ -181,7 +182,10 @@ def test_truncated_file_names_the_tensor(package: None, tmp_path: Path) -> None:
 
 
 def test_five_hundred_mutated_headers(package: None, tmp_path: Path) -> None:
-    """Each is still consistent, or refused with an error of ours that names the file, in under a second."""
+    """Each is still consistent, or refused with an error of ours that names the file, with little work.
+
+    The work is counted of one in ten: counting takes ten times as long as reading.
+    """
     from glowplug_gguf.header import read_gguf
     from glowplug_gguf.llama import llama_facts
 
@@ -190,7 +194,8 @@ def test_five_hundred_mutated_headers(package: None, tmp_path: Path) -> None:
     write_gguf(file)
     good, rng, refused = file.read_bytes(), random.Random(3), 0
     end = good.index(b"token_embd.weight") + 3000  # metadata and the tensor table
-    for _ in range(500):
+    for number in range(500):
+        little = at_most(most_lines=20_000, most_bytes=4 << 20) if number % 10 == 0 else nullcontext()
         data, kind = bytearray(good), rng.randrange(3)
         at = rng.randrange(end)
         if kind == 0:
@@ -200,15 +205,14 @@ def test_five_hundred_mutated_headers(package: None, tmp_path: Path) -> None:
         else:
             data = data[:at] if rng.random() < 0.5 else data[:at] + rng.randbytes(3) + data[at:]
         file.write_bytes(data)
-        started = time.perf_counter()
         try:
-            header = read_gguf(file)
+            with little:
+                header = read_gguf(file)
+                llama_facts(header)
             assert all(0 <= t.start and t.start + t.size <= len(data) for t in header.tensors.values())
-            llama_facts(header)
         except (WeightError, FactsError) as error:
             refused += 1
             assert "tiny.gguf" in str(error) and len(str(error)) < 2000
-        assert time.perf_counter() - started < 1.0
     assert refused > 200
 
 

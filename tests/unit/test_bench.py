@@ -3,121 +3,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import math
 import random
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from glowplug.entrypoints import bench
 from glowplug.entrypoints.bench import datasets, metrics, table
-from glowplug.entrypoints.bench.backends import BACKENDS, Outcome, Request, ask, outcome_of
+from glowplug.entrypoints.bench.backends import BACKENDS, Asked, Outcome, Request, ask, outcome_of
 from glowplug.entrypoints.bench.http_stream import Target, events, read_answer
 from glowplug.entrypoints.bench.load import Load, drive, gaps
-
-FIRST, GAP = 0.05, 0.01  #: seconds before the first token, and between tokens
-
-
-class FakeServer:
-    """Speaks just enough HTTP: every route the benchmark uses, with a log of what was asked."""
-
-    def __init__(self) -> None:
-        self.port = 0
-        self.asked: list[tuple[str, dict]] = []
-        self.running = self.most = 0
-        self._ready = threading.Event()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
-        assert self._ready.wait(10)
-
-    def _serve(self) -> None:
-        asyncio.set_event_loop(self._loop)
-
-        async def start() -> None:
-            self._server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
-            self.port = self._server.sockets[0].getsockname()[1]
-            self._ready.set()
-
-        self._loop.run_until_complete(start())
-        self._loop.run_forever()
-
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
-        self._server.close()
-
-    @property
-    def target(self) -> Target:
-        return Target(f"http://127.0.0.1:{self.port}")
-
-    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):
-            head = (await reader.readuntil(b"\r\n\r\n")).decode()
-            path = head.split(" ")[1]
-            length = next(int(line.split(":")[1]) for line in head.split("\r\n") if line.startswith("Content-Length"))
-            body = json.loads(await reader.readexactly(length) or b"{}")
-            self.asked.append((path, body))
-            self.running += 1
-            self.most = max(self.most, self.running)
-            try:
-                await self._answer(path, body, writer)
-            finally:
-                self.running -= 1
-        writer.close()
-
-    async def _answer(self, path: str, body: dict, writer: asyncio.StreamWriter) -> None:
-        plain = {"/v1/models": {"data": [{"id": "tiny"}]}, "/server_info": {"version": "x"},
-                 "/get_model_info": {"vocab_size": 321}, "/flush_cache": {}}
-        if path == "/ready":
-            writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
-        elif path in plain:
-            payload = json.dumps(plain[path]).encode()
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(payload), payload))
-        elif body.get("fault") == "refuse":
-            writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 4\r\n\r\nbad!")
-        else:
-            writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-            await self._stream(path, body, writer)
-        await writer.drain()
-
-    async def _stream(self, path: str, body: dict, writer: asyncio.StreamWriter) -> None:
-        async def send(data: bytes) -> None:
-            for piece in (data[:7], data[7:]):  # an event may be split anywhere
-                writer.write(b"%x\r\n%s\r\n" % (len(piece), piece))
-                await writer.drain()
-
-        native = path == "/generate"
-        tokens = body["sampling_params"]["max_new_tokens"] if native else body["max_tokens"]
-        await asyncio.sleep(FIRST)
-        for index in range(tokens):
-            await send(b"data: " + json.dumps(self._event(path, index, tokens)).encode() + b"\n\n")
-            if body.get("fault") == "cut" and index == 1:
-                writer.write(b"0\r\n\r\n")
-                return
-            if body.get("fault") == "error" and index == 1:
-                await send(b'data: {"error": {"message": "engine died"}}\n\n')
-                writer.write(b"0\r\n\r\n")
-                return
-            await asyncio.sleep(GAP)
-        if not native:
-            usage = {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": tokens}}
-            await send(b"data: " + json.dumps(usage).encode() + b"\n\n")
-        await send(b"data: [DONE]\n\n")
-        writer.write(b"0\r\n\r\n")
-
-    @staticmethod
-    def _event(path: str, index: int, tokens: int) -> dict:
-        reason = "length" if index == tokens - 1 else None
-        if path == "/generate":
-            return {"text": "ab" * (index + 1), "meta_info": {"completion_tokens": index + 1, "prompt_tokens": 7}}
-        if path == "/v1/chat/completions":
-            return {"choices": [{"delta": {"content": "ab"}, "finish_reason": reason}]}
-        return {"choices": [{"text": "ab", "finish_reason": reason}]}
+from tests.bench_server import FakeServer
 
 
 @pytest.fixture
@@ -142,12 +42,62 @@ def test_every_backend_measures_what_the_server_did(server: FakeServer, name: st
     assert outcome.output_tokens == len(outcome.arrivals) == 6
     assert outcome.prompt_tokens == 7
     assert outcome.text == "ab" * 6
-    assert FIRST <= outcome.ttft < FIRST + 0.5
-    assert outcome.tpot >= GAP
     assert len(outcome.itls) == 5
     path, body = server.asked[-1]
     assert path == backend.path
     assert ("messages" in body) == path.endswith("chat/completions")
+
+
+class Wire(asyncio.Transport):
+    """A connection that answers every request with ``pieces``, each at its time on a clock of its own."""
+
+    def __init__(self, pieces: list[tuple[float, bytes]]) -> None:
+        super().__init__()
+        self.now = 100.0
+        self._pieces = pieces
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    async def connect(self, protocol: Callable[[], asyncio.Protocol], *address: Any,
+                      **options: Any) -> tuple[Wire, asyncio.Protocol]:
+        self._protocol = protocol()
+        self._protocol.connection_made(self)
+        return self, self._protocol
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        asyncio.get_running_loop().call_soon(self._answer)
+
+    def _answer(self) -> None:
+        for at, piece in self._pieces:
+            self.now = at
+            self._protocol.data_received(piece)
+        self.now += 9.0
+
+    def close(self) -> None:
+        return
+
+
+@pytest.mark.parametrize("name", sorted(BACKENDS))
+def test_times_are_those_of_the_events(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the end of each event, the last of them for the whole; what comes later is nobody's time."""
+    backend, times = BACKENDS[name], (100.5, 100.75, 101.75)
+    wire = Wire([(100.25, b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")])
+    for index, at in enumerate(times):
+        data = b"data: " + json.dumps(FakeServer._event(backend.path, index, 3)).encode() + b"\n\n"
+        wire._pieces += [(at - 0.125, b"%x\r\n%b" % (len(data), data[:9])), (at, data[9:] + b"\r\n")]
+    wire._pieces.append((102.0, b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"))
+    for module in ("backends", "http_stream"):
+        monkeypatch.setattr(f"glowplug.entrypoints.bench.{module}.time", wire)
+
+    async def asked() -> Asked:
+        monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", wire.connect)
+        prompt = datasets.Prompt(5, 3, text="hello", ids=[1, 2, 3, 4, 5] if backend.takes_ids else None)
+        return await ask(Target("http://127.0.0.1:1"), backend, prompt, Request("tiny"))
+
+    outcome = outcome_of(asyncio.run(asked()), backend)
+    assert outcome.ok, outcome.error
+    assert (outcome.ttft, outcome.itls, outcome.latency, outcome.tpot) == (0.5, [0.25, 1.0], 1.75, 0.625)
 
 
 @pytest.mark.parametrize(("fault", "said"), [("refuse", "HTTP 400"), ("cut", "[DONE]"), ("error", "engine died")])

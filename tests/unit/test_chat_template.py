@@ -2,7 +2,8 @@
 from __future__ import annotations
 
 import json
-import time
+import threading
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
@@ -23,6 +24,27 @@ USER = [{"role": "user", "content": "hi"}]
 def make(template: str | dict[str, str] | None = CHAT) -> Tokenizer:
     return Tokenizer(tokenizers.Tokenizer.from_str(byte_level()), chat_template=template,
                      special_tokens={"bos_token": BOS, "eos_token": EOS})
+
+
+class Looks:
+    """Stands in for the module ``time``: each look moves the looking thread's clock on by ``each`` seconds."""
+
+    def __init__(self) -> None:
+        self.each = 0.0
+        self.taken = 0
+        self._own = threading.local()
+
+    def monotonic(self) -> float:
+        self.taken += 1
+        self._own.now = getattr(self._own, "now", 0.0) + self.each
+        return float(self._own.now)
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Looks:
+    one = Looks()
+    monkeypatch.setattr(chat_template, "time", one)
+    return one
 
 
 def refusal(template: str, messages: Any = None, **arguments: Any) -> RequestError:
@@ -158,10 +180,17 @@ def test_templates_cannot_change_the_messages(template: str) -> None:
     "{% set ns = namespace(s='0123456789') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
     "{% for i in range(100000) %}{{ 'aaaaaaaaaa' * 1000 }}{% endfor %}", "{{ lipsum(n=100000) }}",
 ])
-def test_bombs_are_cut_short(template: str) -> None:
-    start = time.monotonic()
-    assert refusal(template).code == "template_error"
-    assert time.monotonic() - start < 3.0
+def test_bombs_are_cut_short(template: str, looks: Looks) -> None:
+    """By their size or their number of turns, before they take much memory and long before the deadline."""
+    looks.each = chat_template.RENDER_SECONDS / 200_000
+    tracemalloc.start()
+    try:
+        error = refusal(template)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert error.code == "template_error" and "rendering took" not in str(error)
+    assert peak < 8 * chat_template.RENDER_CHARACTERS
 
 
 @pytest.mark.parametrize("template", [
@@ -169,17 +198,16 @@ def test_bombs_are_cut_short(template: str) -> None:
     "{% set r = range(100000) %}{% for i in r %}{% for j in r if false %}{% endfor %}{% endfor %}",
     "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
 ])
-def test_endless_templates_meet_the_deadline(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.2)
-    start = time.monotonic()
-    assert "longer than" in str(refusal(template))
-    assert time.monotonic() - start < 3.0
+def test_endless_templates_meet_the_deadline(template: str, looks: Looks) -> None:
+    looks.each = chat_template.RENDER_SECONDS / 200
+    assert "rendering took longer than" in str(refusal(template))
+    assert looks.taken <= 203, "the first look after the deadline is the last one"
 
 
-def test_threads_have_their_own_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_have_their_own_deadlines(looks: Looks) -> None:
     endless = "{% set r = range(100000) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}"
     tokenizer = make("{% if messages[0].content == 'bad' %}" + endless + "{% endif %}{{ messages[0].content }}")
-    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.5)
+    looks.each = chat_template.RENDER_SECONDS / 200
 
     def render(text: str) -> str:
         try:

@@ -43,6 +43,7 @@ def test_beginning_does_not_wait_for_the_device() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.timing
 def test_the_device_says_how_long_it_stood_still() -> None:
     copier, tensor = HostCopier(), torch.rand(4096, 4096, device="cuda")
     assert begin(copier, [tensor[:1]]).waited() == 0.0

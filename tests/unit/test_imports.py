@@ -4,12 +4,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.pace import slowness, yardstick
+from tests.pace import child, slowness, yardstick
 from tests.source_tree import ROOT, imported, name_of, sources
 
 #: package -> which of our packages it may import
@@ -107,16 +106,15 @@ def test_plan_zone_and_plugin_declarations_import_without_torch() -> None:
 
 
 @pytest.mark.timing
-def test_check_answers_in_under_a_second() -> None:
+def test_check_takes_under_a_second() -> None:
+    """Of processor time, the start of the interpreter included."""
     command = [sys.executable, "-m", "glowplug", "check", "--model", "embedded"]
     seconds: list[float] = []
     paces: list[float] = []
     for _ in range(3):
         paces.append(yardstick())
-        start = time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False,
-                              env={"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin"})
-        seconds.append(time.perf_counter() - start)
+        done, taken = child(command, {"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin"})
+        seconds.append(taken)
         assert done.returncode == 0, done.stdout + done.stderr
     assert min(seconds) < 1.0 * slowness(paces), (seconds, paces)
 

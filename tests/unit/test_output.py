@@ -12,7 +12,9 @@ from hypothesis import given, settings, strategies as st
 from glowplug.core.output import OutputProcessor, StopStrings
 from glowplug.core.request import SamplingParams
 from glowplug.core.tokenizer import Tokenizer
+from tests.pace import slowness, yardstick
 from tests.tiny_tokenizer import EOS, TEXT, byte_level
+from tests.work import lines
 
 
 @cache
@@ -177,14 +179,36 @@ def rate(stop: list[str], tokens: int = 20_000) -> float:
 
 @pytest.mark.timing
 def test_keeps_up_with_many_streams() -> None:
-    assert rate([]) > 200_000
-    assert rate(["\n\n", "</answer>", "quick brown fox jumps over a", "User:"]) > 50_000
+    paces = [yardstick()]
+    plain = rate([])
+    paces.append(yardstick())
+    stopping = rate(["\n\n", "</answer>", "quick brown fox jumps over a", "User:"])
+    paces.append(yardstick())
+    assert plain > 200_000 / slowness(paces) and stopping > 50_000 / slowness(paces)
 
 
-def test_hostile_stop_strings_cost_linear_time() -> None:
-    stops = ["a" * (1000 - i) + "b" for i in range(16)]
-    ids = bytes_of(("a" * 999 + "c") * 20)
-    output, start = processor(stops), time.process_time()
+HOSTILE = ["a" * (1000 - i) + "b" for i in range(16)]
+NEARLY = "a" * 999 + "c"  #: begins like all of them
+
+
+def feed(output: OutputProcessor, ids: list[int]) -> None:
     for token in ids:
         output.feed([token])
-    assert time.process_time() - start < 3.0
+
+
+def test_hostile_stop_strings_cost_linear_work() -> None:
+    """Twice the text runs twice the lines of Python, and not many a character."""
+    output, ids = processor(HOSTILE), bytes_of(NEARLY)
+    first = lines(lambda: feed(output, ids))
+    more = lines(lambda: feed(output, 4 * ids))
+    assert more == pytest.approx(4 * first, rel=0.05)
+    assert first < 100 * len(ids)
+
+
+@pytest.mark.timing
+def test_hostile_stop_strings_cost_little_time() -> None:
+    paces, output, ids = [yardstick()], processor(HOSTILE), bytes_of(NEARLY * 20)
+    start = time.process_time()
+    feed(output, ids)
+    spent = time.process_time() - start
+    assert spent < 3.0 * slowness([*paces, yardstick()])

@@ -3,20 +3,21 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from itertools import pairwise
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from glowplug.entrypoints.bench import turns
 from glowplug.entrypoints.bench.peer_engines import ENGINES, ServedRun, StaticRun, interpreters
 from glowplug.entrypoints.bench.turns import Turn, in_turns
 from glowplug.entrypoints.cli import main
 from tests.source_tree import ROOT
+from tests.waiting import LIMIT, until
 
 #: stands in for an interpreter that has SGLang: its tools' options, what they print and write, and when they worked
 SGLANG = """#!{python}
-import json, os, runpy, sys, time
+import json, os, pathlib, runpy, sys, time
 words = sys.argv[1:]
 if words[0] == "-c":
     print("version 0.0.1")
@@ -28,33 +29,42 @@ elif words[1] == "sglang.bench_one_batch":
     for name in ("--batch-size", "--input-len", "--output-len", "--cuda-graph-bs", "--piecewise-cuda-graph-tokens"):
         parser.add_argument(name, type=int, nargs="+")
     args = parser.parse_args(words[2:])
-    print("Warmup ...")
-    with open({trace!r}, "a") as trace:
+    print("Warmup ...", flush=True)
+    trace = pathlib.Path({trace!r})
+    while "go sglang" not in trace.read_text():
+        time.sleep(0.01)
+    with trace.open("a", buffering=1) as file:
+        for _ in range(10):
+            file.write("sglang works\\n")
+    with open(args.result_filename, "a") as file:
         for number, batch in enumerate(args.batch_size):
-            for _ in range(10):
-                time.sleep(0.02)
-                trace.write(f"sglang {{time.time()}}\\n")
-            with open(args.result_filename, "a") as file:
-                file.write(json.dumps({{"batch_size": batch, "input_len": args.input_len[0], "median_decode_latency":
-                                       (0.004 if number % 2 else 0.008), "prefill_throughput": 50.0 * batch}}) + "\\n")
+            file.write(json.dumps({{"batch_size": batch, "input_len": args.input_len[0], "median_decode_latency":
+                                   (0.004 if number % 2 else 0.008), "prefill_throughput": 50.0 * batch}}) + "\\n")
 elif words[1] == "sglang.launch_server":
-    port = words[words.index("--port") + 1]
-    sys.argv = ["glowplug", "serve", "--model", "embedded", "--port", port, "--max-running-requests", "4"]
-    runpy.run_module("glowplug", run_name="__main__")
+    sys.path.insert(0, {root!r})
+    sys.argv = ["fake_server", words[words.index("--port") + 1], "1.0", "/nonexistent", "/nonexistent"]
+    runpy.run_module("tests.e2e.fake_server", run_name="__main__")
 """
 
+#: stands in for vLLM; its clock is moved on by the engine's steps alone
 VLLM = """
-import time
+import pathlib, time
+now = 0.0
+time.perf_counter = lambda: now
+trace = pathlib.Path({trace!r})
 from kernels import THEIRS  # as transformers imports a package of a name that a file of ours has, too
 class SamplingParams:
     def __init__(self, **given):
         self.tokens = given["max_tokens"]
 class Engine:
     def step(self):
-        time.sleep(0.03 if self.first else 0.01)
+        global now
+        while {waits} and "go vllm" not in trace.read_text():
+            time.sleep(0.01)
+        now += 0.03 if self.first else 0.01
         self.first = False
-        with open({trace!r}, "a") as trace:
-            trace.write(f"vllm {{time.time()}}\\n")
+        with trace.open("a") as file:
+            file.write("vllm works\\n")
 class LLM:
     def __init__(self, model, **settings):
         assert settings["max_num_seqs"] == 2 and settings["enforce_eager"] and settings["seed"] == 0
@@ -69,22 +79,42 @@ class LLM:
 
 
 @pytest.fixture
-def peers(tmp_path: Path) -> dict[str, Path]:
-    """Interpreters of the stand-ins, and the file in which they note when they worked."""
+def peers(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """Interpreters of the stand-ins, and the file in which they note their work, and this process their turns.
+
+    With the parameter True each stand-in works only after its turn has come.
+    """
     trace, site = tmp_path / "trace", tmp_path / "site"
+    trace.touch()
+
+    def noted(name: str) -> Callable[..., None]:
+        method = getattr(Turn, name)
+
+        def note(self: Turn, *given: float) -> None:
+            with trace.open("a") as file:
+                file.write(f"{name} {self.name}\n")
+            method(self, *given)
+
+        return note
+
+    for name in ("go", "end"):
+        monkeypatch.setattr(Turn, name, noted(name))
+    monkeypatch.setattr(turns, "SETTLED", 0.1)
     (site / "vllm").mkdir(parents=True)
-    (site / "vllm" / "__init__.py").write_text(VLLM.format(trace=str(trace)))
+    waits = getattr(request, "param", False)
+    (site / "vllm" / "__init__.py").write_text(VLLM.format(trace=str(trace), waits=waits))
     (site / "kernels.py").write_text("THEIRS = True\n")
     (site / "vllm-0.0.2.dist-info").mkdir()
     (site / "vllm-0.0.2.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.0.2\n")
     sglang, vllm = tmp_path / "sglang", tmp_path / "vllm"
-    sglang.write_text(SGLANG.format(python=sys.executable, trace=str(trace)))
+    sglang.write_text(SGLANG.format(python=sys.executable, trace=str(trace), root=str(ROOT)))
     vllm.write_text(f'#!/bin/sh\nPYTHONPATH="{site}" exec {sys.executable} "$@"\n')
     for script in (sglang, vllm):
         script.chmod(0o755)
     return {"sglang": sglang, "vllm": vllm, "trace": trace}
 
 
+@pytest.mark.parametrize("peers", [True], indirect=True)
 def test_static_batches_side_by_side(peers: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                      monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
@@ -101,18 +131,21 @@ def test_static_batches_side_by_side(peers: dict[str, Path], tmp_path: Path, cap
     assert [row["point"] for row in steps] == [1, 2]
     for row in steps:
         assert row["sglang"] == 4.0  # the second of two runs of a shape
-        assert 10 <= row["vllm"] < 20 and row["glowplug"] > 0  # without the first, longer step of its prompt
+        assert row["vllm"] == 10.0 and row["glowplug"] > 0  # without the first, longer step of its prompt
         assert row["times_best_peer"] == pytest.approx(4.0 / row["glowplug"])
     assert record["conditions"]["versions"] == {"glowplug": "0.1.0", "sglang": "0.0.1", "vllm": "0.0.2"}
     assert "one-batch" not in record["conditions"]["command"] and "card" in record["conditions"]
     assert "--mem-fraction-static 0.5" in record["conditions"]["commands"]["sglang, static"]
     assert record["conditions"]["order"].startswith("all loaded side by side")
     assert (out / "static.md").read_text().strip() in said.out
-    lines = [line.split() for line in peers["trace"].read_text().splitlines()]
-    late = [name for index, (name, _) in enumerate(lines)  # without what was done before it was stopped
-            if all(float(after) - float(before) < 0.9 for (_, before), (_, after) in pairwise(lines[index:]))]
-    assert set(late) == {"sglang", "vllm"}
-    assert late == sorted(late), "while one was measured the other stood still"
+    turn, worked = "", []
+    for first, second in (line.split() for line in peers["trace"].read_text().splitlines()):
+        if first in ("go", "end"):
+            turn = second if first == "go" else ""
+        else:
+            assert first == turn, "while one is measured the others stand still"
+            worked.append(first)
+    assert set(worked) == {"sglang", "vllm"}
 
 
 def test_servers_one_after_another(peers: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str],
@@ -196,7 +229,7 @@ def test_without_ours_there_is_nothing_to_compare(tmp_path: Path, capsys: pytest
 
 
 def looping(tmp_path: Path, name: str) -> Turn:
-    code = ("import pathlib, subprocess, sys, time\nprint('ready')\n"  # with a child of its own
+    code = ("import os, pathlib, subprocess, sys, time\nprint(os.getpid())\n"  # with a child of its own
             "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
             f"print(child.pid)\nwhile True:\n    pathlib.Path({str(tmp_path / name)!r}).write_text(str(time.time()))\n"
             "    time.sleep(0.01)")
@@ -206,27 +239,26 @@ def looping(tmp_path: Path, name: str) -> Turn:
 def test_programs_stand_still_until_their_turn_and_leave_nothing(tmp_path: Path) -> None:
     import psutil
 
-    moved = {}
-    turns = in_turns([lambda name=name: looping(tmp_path, name) for name in ("one", "two")], True, 60)
-    for turn in turns:
-        other = {"one": "two", "two": "one"}[turn.name]
-        before = (tmp_path / other).read_text()
-        time.sleep(0.3)
-        age = time.time() - (tmp_path / turn.name).stat().st_mtime
-        moved[turn.name] = ((tmp_path / other).read_text() == before, age)
-    assert all(still and age < 0.2 for still, age in moved.values()), moved
-    children = [int((tmp_path / f"{name}.log").read_text().split()[1]) for name in ("one", "two")]
-
-    def alive(child: int) -> bool:
+    def state(pid: int) -> str:
         try:
-            return bool(psutil.Process(child).status() != psutil.STATUS_ZOMBIE)
+            return str(psutil.Process(pid).status())
         except psutil.NoSuchProcess:
-            return False
+            return psutil.STATUS_DEAD
 
-    deadline = time.monotonic() + 10  # a killed process takes a moment on a busy machine
-    while any(map(alive, children)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(map(alive, children))
+    def family(name: str) -> list[int]:
+        return [int(pid) for pid in (tmp_path / f"{name}.log").read_text().split()]
+
+    gone, had = {psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE}, []
+    for turn in in_turns([lambda name=name: looping(tmp_path, name) for name in ("one", "two")], True, LIMIT):
+        other = {"one": "two", "two": "one"}[turn.name]
+        still = gone if other in had else {psutil.STATUS_STOPPED}
+        until(lambda other=other, still=still: {*map(state, family(other))} <= still, f"{other} stands still")
+        before = (tmp_path / turn.name).read_text()
+        until(lambda turn=turn, before=before: (tmp_path / turn.name).read_text() not in ("", before),
+              f"{turn.name} works")
+        had.append(turn.name)
+    assert had == ["one", "two"]
+    until(lambda: {state(pid) for name in had for pid in family(name)} <= gone, "all have gone")
 
 
 def test_a_program_that_does_not_load_is_named(tmp_path: Path) -> None:
