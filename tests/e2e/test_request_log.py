@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -23,6 +24,7 @@ from glowplug.entrypoints.server.logs import JsonLine, OneLine, printable
 from tests.e2e.fake_engine import FakeExecutor
 from tests.e2e.serving import Served, served
 from tests.source_tree import ROOT
+from tests.waiting import LIMIT, until
 
 KEY, ADMIN = "client-key", "admin-key"
 SECRET = "Xylophon-4711"  #: in every prompt here
@@ -46,13 +48,11 @@ class Lines(logging.Handler):
 
     def requests(self, count: int) -> list[dict[str, Any]]:
         """The first ``count`` requests that are no polls of the test's own; waits for the lines, which come late."""
-        deadline = time.monotonic() + 10.0
-        while time.monotonic() < deadline:
-            found = [one for one in self.fields if one["route"] not in ("/ready", "/metrics")]
-            if len(found) >= count:
-                return found
-            time.sleep(0.01)
-        raise AssertionError(f"{len(self.fields)} lines, {count} expected: {self.fields}")
+        def found() -> list[dict[str, Any]]:
+            return [one for one in self.fields if one["route"] not in ("/ready", "/metrics")]
+
+        until(lambda: len(found()) >= count, f"{count} lines")
+        return found()
 
 
 @pytest.fixture
@@ -178,9 +178,11 @@ def test_a_full_queue_is_logged(lines: Lines) -> None:
 
 
 def test_a_server_that_loads_or_drains_is_logged(lines: Lines) -> None:
-    with served(FakeExecutor(load_seconds=0.3), ready=False) as server:
+    loaded = threading.Event()
+    with served(FakeExecutor(loaded=loaded), ready=False) as server:
         httpx.post(server.url + CHAT, json=chat())
         assert lines.requests(1)[0]["code"] == "starting"
+        loaded.set()
 
 
 def test_what_is_no_request_yet_is_logged_with_the_peer(server: Served, lines: Lines) -> None:
@@ -225,7 +227,7 @@ def test_a_client_that_leaves_is_logged_as_such(lines: Lines, stream: bool, text
                 while not server.executor.running:
                     time.sleep(0.005)
         (one,) = lines.requests(1)
-        server.wait_idle(5.0)
+        server.wait_idle()
     assert one["client_left"] and one["status"] == status and one["finish_reason"] is None
     assert one["prompt_tokens"] > 0 and (one["output_tokens"] > 0 or text == "hang:" or not stream)
     assert any(" client left" in line for line in lines.human)
@@ -298,9 +300,7 @@ def test_escapes_leave_other_text_alone() -> None:
 def test_polls_are_shown_at_level_debug(server: Served, lines: Lines) -> None:
     for path in ("/health", "/ready", "/metrics", "/health_generate"):
         httpx.get(server.url + path)
-    deadline = time.monotonic() + 10.0
-    while time.monotonic() < deadline and not any(one["route"] == "/health_generate" for one in lines.fields):
-        time.sleep(0.01)
+    until(lambda: any(one["route"] == "/health_generate" for one in lines.fields), "the last poll's line")
     assert {one["route"] for one in lines.fields} == {"/health", "/ready", "/metrics", "/health_generate"}
     assert set(lines.levels) == {"DEBUG"}
 
@@ -323,9 +323,7 @@ def test_a_server_process_writes_the_lines_once(tmp_path: Path) -> None:
         process = subprocess.Popen([sys.executable, "-m", "tests.e2e.fake_server", str(port), "0", "0", "0"], cwd=ROOT,
                                    env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}, stderr=stderr)
         try:
-            deadline = time.monotonic() + 20.0
-            while "ready: " not in log.read_text() and time.monotonic() < deadline:
-                time.sleep(0.02)
+            until(lambda: "ready: " in log.read_text(), "the server is ready")
             with socket.create_connection(("127.0.0.1", port), 10) as connection:
                 connection.sendall(b"\x16\x03\x01 not HTTP\r\n\r\n")
                 connection.recv(65536)
@@ -333,6 +331,6 @@ def test_a_server_process_writes_the_lines_once(tmp_path: Path) -> None:
             httpx.get(f"http://127.0.0.1:{port}/v1/models")
         finally:
             process.terminate()
-            process.wait(10)
+            process.wait(LIMIT)
     requests = [line for line in log.read_text().splitlines() if "[glowplug.request]" in line or "uvicorn" in line]
     assert len(requests) == 2 and "code=invalid_http" in requests[0] and "GET /v1/models 200" in requests[1]

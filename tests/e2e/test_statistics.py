@@ -52,6 +52,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 # ---- busy time ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("overlap", [True, False])
 def test_idle_time_is_not_busy_time(tmp_path: Path, overlap: bool) -> None:
     with LLM(**config(tmp_path, scheduler={"overlap": overlap})) as llm:
@@ -92,6 +93,7 @@ def test_the_line_s_rates_leave_idle_time_out() -> None:
 # ---- phases ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timing
 def test_a_sequence_s_phases_follow_one_another(llm: LLM) -> None:
     """One row: the second is admitted when the first has ended, so it has waited through the first's phases."""
     for seed in (1, 2):

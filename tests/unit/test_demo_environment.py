@@ -6,7 +6,6 @@ import json
 import socket
 import subprocess
 import sys
-import time
 import tomllib
 import urllib.request
 from contextlib import closing
@@ -20,6 +19,7 @@ from packaging.utils import canonicalize_name
 from glowplug.core.machine import read_sheet
 from tests.demo_environment import dependencies, glowplug, python, run, variables
 from tests.source_tree import ROOT, imported, name_of, sources
+from tests.waiting import until
 
 #: import names of the packages in extras for users, which no runtime module may rely on without a reason to be chosen
 EXTRAS = {"triton", "flashinfer", "sgl_kernel", "deep_gemm", "ray"}
@@ -100,7 +100,7 @@ def test_a_ready_sheets_plan_is_the_same_with_other_packages_here(words: tuple[s
     there = plan(*words)
     assert there["facts"]["software"]["packages"] == read_sheet(words[1]).packages
     for planned in (here, there):
-        for name in ("fingerprint", "plugins"):  # third-party plugins and what they need
+        for name in ("plugin_fingerprint", "plugins"):  # third-party plugins and what they need
             planned.pop(name)
         planned["facts"].pop("software")
         planned["decisions"] = [one for one in planned["decisions"] if one["field"] != "packages"]
@@ -120,10 +120,8 @@ def test_the_server_answers(tmp_path: Path) -> None:
         server = subprocess.Popen([python(), "-m", "glowplug", "serve", "--port", str(port)], cwd=tmp_path,
                                   env=variables(), stdout=output, stderr=output)
     try:
-        deadline = time.monotonic() + 120
-        while not _ready(port):
-            assert server.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
+        until(lambda: server.poll() is not None or _ready(port), "the server is ready", 120.0)
+        assert server.poll() is None, log.read_text()
         body = {"messages": [{"role": "user", "content": "What is 27 + 15?"}], "temperature": 0, "max_tokens": 8}
         asked = urllib.request.Request(f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(body).encode(),
                                        {"Content-Type": "application/json"})

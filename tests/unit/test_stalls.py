@@ -23,9 +23,9 @@ class World:
         self.table = SequenceTable(rows, 64, 4)
         self.watch = StallWatch(bare_plan(), FirstCome(), self.table)
         for id in range(rows):
-            self.join(id)
+            self.admit(id)
 
-    def join(self, id: int) -> None:
+    def admit(self, id: int) -> None:
         one = sequence(id, [1, 2, 3])
         self.table.join(one)
         self.watch.live[id] = one
@@ -109,7 +109,7 @@ def test_a_row_s_count_does_not_outlive_its_sequence() -> None:
     world.table.leave(1)
     world.step([1])
     assert world.calls_of_a_step() == World(2).calls_of_a_step(), "the short way is taken again"
-    world.join(7)
+    world.admit(7)
     assert all(world.step([1, 0]) is None for _ in range(BARREN_STEPS - 1))
 
 
