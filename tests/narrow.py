@@ -100,7 +100,7 @@ def float_tensors(facts: ModelFacts, seed: int = 2) -> dict[str, Tensor]:
     context = build_context(facts)
     family = "llama" if facts.architecture == "LlamaForCausalLM" else "deepseek_v3"
     plan = plan_for(facts)
-    model = make("glowplug.models.families", "register_models", plan, context.worker, family).build(context)
+    model = make("model", family, plan, context.worker).build(context)
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for target in model.targets():
         value = torch.randn(target.shape, generator=generator)

@@ -1,12 +1,13 @@
-"""Builds one model on one CPU rank around real or fake parts, and steps it: for tests of layers, schemes and backends.
+"""Build one model on one CPU rank around real or fake parts, and step it: for tests of layers, schemes and backends.
 
-Parts are named by factory string, so that nothing here imports a plugin.
+Built-in parts are named by slot and component, so that nothing here imports a plugin.
 """
 from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,20 +23,27 @@ from glowplug.core.memory.pool import KVPool
 from glowplug.core.offers import Mode
 from glowplug.core.parallel_stack import ParallelStack
 from glowplug.core.plan import EnginePlan
+from glowplug.core.plugins import PluginSet, load_plugins
 from glowplug.core.protocols import AttentionBackend, Limits, Model, WeightTarget, Worker
 from glowplug.core.testing.plans import bare_plan
 
-PLUGINS = "glowplug.plugins"
-ATTENTION = {"mla": f"{PLUGINS}.attention.torch_mla", "mha": f"{PLUGINS}.attention.torch_mha"}
-FAMILIES = "glowplug.models.families"
+ATTENTION = {"mla": "torch_mla", "mha": "torch_mha"}  #: attention backend by the model's kind
 
 
-def make(module: str, hook: str, plan: EnginePlan, worker: Worker, name: str = "", **options: Any) -> Any:
-    """The runtime object of the component that ``module`` registers through ``hook`` (under ``name``, if several)."""
-    found = [c for c in getattr(importlib.import_module(module), hook)() if not name or c.name == name]
-    path, _, factory = found[0].factory.partition(":")
-    parsed = found[0].options(**{"use": found[0].name, **options})
-    return getattr(importlib.import_module(path), factory)(parsed, plan, worker)
+@cache
+def built_in() -> PluginSet:
+    """Return the built-in plugins, loaded once."""
+    return load_plugins(entry_points=False)
+
+
+def make(slot: str, name: str, plan: EnginePlan, worker: Worker, **options: Any) -> Any:
+    """Return the runtime object of the built-in component ``name`` in ``slot``. Raises KeyError when there is none."""
+    found = built_in().find(slot, name)
+    if found is None:
+        raise KeyError(f"no built-in {slot} component is called {name!r}")
+    module, _, factory = found.component.factory.partition(":")
+    parsed = found.component.options(**{"use": name, **options})
+    return getattr(importlib.import_module(module), factory)(parsed, plan, worker)
 
 
 class DictSource:
@@ -72,15 +80,14 @@ def build_context(facts: ModelFacts, plan: EnginePlan | None = None, *, quantiza
     """A context of the built-in parts for one CPU rank; ``changes`` replace fields of it."""
     plan = plan or plan_for(facts)
     worker = Worker(device="cpu", dtype=getattr(torch, plan.dtype))
-    plain = make(f"{PLUGINS}.quantization.none", "register_quantization_schemes", plan, worker)
-    scheme = make(f"{PLUGINS}.quantization.{quantization}", "register_quantization_schemes", plan, worker,
-                  **(quantization_options or {}))
-    backend = attention or make(ATTENTION[facts.kind], "register_attention_backends", plan, worker)
+    plain = make("quantization", "none", plan, worker)
+    scheme = make("quantization", quantization, plan, worker, **(quantization_options or {}))
+    backend = attention or make("attention", ATTENTION[facts.kind], plan, worker)
     context = BuildContext(
         facts=facts, worker=worker, dtype=worker.dtype, context=plan.sizes.context_length, scheme=scheme, plain=plain,
-        parallel=ParallelStack([make(f"{PLUGINS}.parallel.single", "register_parallel_strategies", plan, worker)]),
-        collectives=make(f"{PLUGINS}.collectives.local", "register_collectives", plan, worker), attention=backend,
-        ops=make(f"{PLUGINS}.ops.torch_ops", "register_ops", plan, worker))
+        parallel=ParallelStack([make("parallel", "single", plan, worker)]),
+        collectives=make("collectives", "local", plan, worker), attention=backend,
+        ops=make("ops", "torch", plan, worker))
     return replace(context, **changes)
 
 
@@ -88,10 +95,10 @@ def build_model(facts: ModelFacts, tensors: Mapping[str, Tensor], context: Build
                 **more: Any) -> tuple[Model, BuildContext]:
     """A loaded model of ``facts`` and the context it was built in. ``more`` goes to :func:`build_context`."""
     context = context or build_context(facts, **more)
-    families = importlib.import_module(FAMILIES).register_models()
-    name = next(c.name for c in families if facts.architecture in c.offers.architectures)
+    families = [found.component for found in built_in().components("model")]
+    name = next(c.name for c in families if facts.architecture in getattr(c.offers, "architectures", ()))
     plan = plan_for(facts)
-    model: Model = make(FAMILIES, "register_models", plan, context.worker, name).build(context)
+    model: Model = make("model", name, plan, context.worker).build(context)
     load_model(model, DictSource(tensors), facts)
     return model, context
 

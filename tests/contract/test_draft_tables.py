@@ -14,14 +14,22 @@ from glowplug.core.memory.work import DecodingRows
 from glowplug.core.offers import AttentionOffers
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import AttentionBackend, Limits, Worker
+from glowplug.core.testing.build import built_in
 from glowplug.core.testing.paged_world import Row, make_world
 from glowplug.plugins.attention.flashinfer_mla import WORKSPACE
 from tests.contract import fake_flashinfer, fake_sgl_kernel
 from tests.contract.gpu_mla import ProjectedSuite, drafting
 
-PACKAGE = "glowplug.plugins.attention"
-BACKENDS = {"fa3_mla": "Fa3Mla", "flashmla": "FlashMla", "flashinfer_mla": "FlashInferMla"}
-RUNTIMES = [f"{PACKAGE}.{name}_runtime" for name in BACKENDS]
+
+def component(name: str) -> Component:
+    """Return the built-in attention backend ``name``."""
+    found = built_in().find("attention", name)
+    assert found is not None
+    return found.component
+
+
+BACKENDS = ("fa3_mla", "flashmla", "flashinfer_mla")
+RUNTIMES = [component(name).factory.partition(":")[0] for name in BACKENDS]
 ROWS, CONTEXT, PAGE, WIDTH = 17, 1000, 64, 2
 
 
@@ -50,14 +58,12 @@ class OfDrafts(ProjectedSuite):
     def make(self, plan: EnginePlan, worker: Worker) -> AttentionBackend:
         plan = drafting(replace(plan, sizes=replace(plan.sizes, width=WIDTH)))
         options = self.component().options()
-        backend: AttentionBackend = getattr(importlib.import_module(f"{PACKAGE}.{self.name}_runtime"),
-                                            BACKENDS[self.name])(options, plan, worker)
+        module, _, name = self.component().factory.partition(":")
+        backend: AttentionBackend = getattr(importlib.import_module(module), name)(options, plan, worker)
         return backend
 
     def component(self) -> Component:
-        (made,) = importlib.import_module(f"{PACKAGE}.{self.name}").register_attention_backends()
-        assert isinstance(made, Component)
-        return made
+        return component(self.name)
 
     def test_sizes_and_passes_share_what_the_component_says(self) -> None:
         backend, offers = self.backend(PAGE), self.component().offers

@@ -18,7 +18,7 @@ from tests.contract import fake_sgl_kernel
 from tests.contract.fake_sgl_kernel import CALLS
 from tests.contract.gpu_mla import ProjectedSuite
 
-RUNTIMES = [f"glowplug.plugins.attention.{name}_runtime" for name in ("flashmla", "fa3_mla")]
+RUNTIMES = ["glowplug.plugins.attention.flashmla_runtime", "glowplug.plugins.attention.fa3_mla_runtime"]
 
 
 @pytest.fixture(scope="module", autouse=True)

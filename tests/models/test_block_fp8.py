@@ -152,8 +152,7 @@ def test_online_quantization_equals_the_native_checkpoint(checkpoint: Any) -> No
 
 def linear(shape: LinearShape, tensors: dict[str, Tensor], facts: ModelFacts, **options: Any) -> Any:
     plan = plan_for(facts_of(facts, tensors, True))
-    scheme = make("glowplug.plugins.quantization.block_fp8", "register_quantization_schemes", plan,
-                  Worker(dtype=torch.float32), **options)
+    scheme = make("quantization", "block_fp8", plan, Worker(dtype=torch.float32), **options)
     method = scheme.linear(shape)
     source = DictSource(tensors)
     for target in method.targets():
@@ -202,8 +201,7 @@ def test_modules_left_alone(checkpoint: Any) -> None:
         **QUANTIZED, "modules_to_not_convert": ["model.layers.1.self_attn"]}})
 
     def covers(facts: ModelFacts, module: str) -> bool:
-        scheme = make("glowplug.plugins.quantization.block_fp8", "register_quantization_schemes", plan_for(facts),
-                      Worker(dtype=torch.float32))
+        scheme = make("quantization", "block_fp8", plan_for(facts), Worker(dtype=torch.float32))
         return bool(scheme.covers(module))
 
     for known in (stored, skipping):

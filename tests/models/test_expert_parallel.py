@@ -80,7 +80,7 @@ def rank_context(name: str, mesh: Mapping[str, int], rank: int, exchange: str, c
                     coordinates=coordinates(rank, mesh), collectives=collectives)
     sizes = {"tensor": {"size": mesh["tp"]}, "ep_moe": {"size": mesh["ep"], "exchange": exchange},
              "dp_attention": {"size": mesh.get("dp", 1)}}
-    strategies = [make(f"glowplug.plugins.parallel.{use}", "register_parallel_strategies", plan, worker, **options)
+    strategies = [make("parallel", use, plan, worker, **options)
                   for use, options in sizes.items() if use != "dp_attention" or "dp" in mesh]
     return build_context(facts, plan, quantization=MODELS[name], worker=worker, collectives=collectives,
                          parallel=ParallelStack(strategies))

@@ -96,8 +96,7 @@ def test_dynamic_activations_round_every_product(tmp_path: Path) -> None:
 
 def linear(kind: str, shape: LinearShape, tensors: dict[str, Tensor], config: dict[str, Any], **options: Any) -> Any:
     plan = plan_for(tiny_facts("v2", quantization_config=config))
-    scheme = make(f"glowplug.plugins.quantization.{kind}", "register_quantization_schemes", plan,
-                  Worker(dtype=torch.float32), **options)
+    scheme = make("quantization", kind, plan, Worker(dtype=torch.float32), **options)
     method, source = scheme.linear(shape), DictSource(tensors)
     for target in reversed(list(method.targets())):
         assert tuple(tensors[target.name].shape) == target.shape

@@ -36,7 +36,7 @@ def facts_of(name: str, **changes: Any) -> ModelFacts:
 def build(facts: ModelFacts, quantization: str = "none") -> Any:
     context = build_context(facts, quantization=quantization)
     name = {"LlamaForCausalLM": "llama"}.get(facts.architecture, "deepseek_v3")
-    return make("glowplug.models.families", "register_models", plan_for(facts), context.worker, name).build(context)
+    return make("model", name, plan_for(facts), context.worker).build(context)
 
 
 def tensors_for(model: Any) -> dict[str, Tensor]:
