@@ -4,7 +4,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from glowplug.core.facts import ModelFacts
+from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.parallel_stack import ParallelStack
 from glowplug.core.protocols import AttentionBackend, Collectives, Ops, QuantizationScheme, Worker
 from glowplug.core.segments import Cuts, Extension

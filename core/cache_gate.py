@@ -16,7 +16,7 @@ from torch import Tensor
 
 from glowplug.core.batch import Batch, shape_of
 from glowplug.core.errors import GlowplugError
-from glowplug.core.memory.layout import KVLayout
+from glowplug.core.facts.kv_layout import KVLayout
 from glowplug.core.offers import Mode
 from glowplug.core.plan import EnginePlan
 from glowplug.core.runner import Runner

@@ -12,7 +12,7 @@ from glowplug.core.checking import instead, listed, reads, refuse, use_field
 from glowplug.core.component import CONTRACT, Chosen, Component
 from glowplug.core.draft import Draft
 from glowplug.core.errors import Refusal
-from glowplug.core.facts import ModelFacts
+from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.offers import (
     CARRIED_KINDS,
     AttentionOffers,

@@ -12,7 +12,7 @@ from glowplug.core.checking import instead, listed, reads, refuse
 from glowplug.core.component import Chosen
 from glowplug.core.draft import Draft
 from glowplug.core.errors import Refusal
-from glowplug.core.facts import ModelFacts
+from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.offers import ModelOffers, SpeculativeOffers, WeightOffers
 
 FOLDER = "speculative.draft_model"

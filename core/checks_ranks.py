@@ -10,7 +10,7 @@ from glowplug.core.checking import instead, reads, refuse
 from glowplug.core.component import Chosen
 from glowplug.core.draft import Draft
 from glowplug.core.errors import Refusal
-from glowplug.core.mesh import OVER_TP
+from glowplug.core.facts.mesh import OVER_TP
 from glowplug.core.offers import CollectiveOffers, ExecutorOffers, ParallelOffers
 
 ORDER = ("tp", "ep", "dp")  #: of axes in ``[[parallel]]``: later strategies refine what earlier ones split

@@ -14,7 +14,7 @@ from glowplug.core.checks import component_checks, provider_checks
 from glowplug.core.component import CONTRACT, Chosen, Component, Options
 from glowplug.core.draft import Draft, chosen_of, options_of
 from glowplug.core.errors import Refusal
-from glowplug.core.facts import HardwareFacts
+from glowplug.core.facts.model_facts import HardwareFacts
 from glowplug.core.last_layer_choice import choose_last_layer
 from glowplug.core.offers import FLOAT_DTYPES, ModelOffers, ParallelOffers
 from glowplug.core.options import SpeculativeOptions

@@ -16,7 +16,7 @@ from glowplug.core.offers import Offers
 
 if TYPE_CHECKING:
     from glowplug.core.config import EngineConfig
-    from glowplug.core.facts import Facts
+    from glowplug.core.facts.model_facts import Facts
 
 CONTRACT = 1  #: version of the protocols in ``core/protocols``; a component built for another is refused
 OPERATIONAL: dict[str, Any] = {"operational": True}  #: mark of an option, see :meth:`Options.marked`

@@ -11,11 +11,11 @@ from glowplug.core.component import CheckContext, Chosen, Component, Options
 from glowplug.core.config import EngineConfig, Parsed
 from glowplug.core.config_errors import place
 from glowplug.core.errors import Refusal
-from glowplug.core.facts import Facts
+from glowplug.core.facts.model_facts import Facts
+from glowplug.core.facts.weight_classes import Tally
 from glowplug.core.options import Section
 from glowplug.core.plan import Decision
 from glowplug.core.slots import BY_NAME, SLOTS, Slot
-from glowplug.core.weight_classes import Tally
 
 if TYPE_CHECKING:
     from glowplug.core.plugins import PluginSet

@@ -13,7 +13,7 @@ import msgspec
 
 import glowplug
 from glowplug.core.config import SECRETS, EngineConfig
-from glowplug.core.facts import ModelFacts
+from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.plan import Choice, EnginePlan
 from glowplug.core.slots import BY_NAME
 

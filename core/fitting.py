@@ -18,10 +18,10 @@ import torch
 from glowplug.core.batch import Batch
 from glowplug.core.cache_gate import check_cache
 from glowplug.core.errors import GlowplugError
+from glowplug.core.facts.kv_layout import DTYPE_BYTES, KVLayout
 from glowplug.core.layers.rope import Rope
 from glowplug.core.memory.fit import Left, compared, pages_that_fit
 from glowplug.core.memory.graph_bytes import driver_bytes, kept_bytes, pool_bytes
-from glowplug.core.memory.layout import DTYPE_BYTES, KVLayout
 from glowplug.core.memory.measure import Gauge, MemoryMeter, gauge_of
 from glowplug.core.memory.pool import KVPool
 from glowplug.core.memory.step_bytes import RESERVED

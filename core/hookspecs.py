@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from glowplug.core.component import CheckContext, Component
     from glowplug.core.errors import Refusal
-    from glowplug.core.facts import Facts, ModelFacts
+    from glowplug.core.facts.model_facts import Facts, ModelFacts
     from glowplug.core.observe import StepObserver
     from glowplug.core.plan import Decision, EnginePlan
     from glowplug.core.protocols import Worker

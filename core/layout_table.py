@@ -3,9 +3,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from glowplug.core.mesh import axis_size, coordinates
+from glowplug.core.facts.mesh import axis_size, coordinates
+from glowplug.core.facts.splits import splits
 from glowplug.core.plan import EnginePlan
-from glowplug.core.splits import splits
 
 Row = tuple[str, str, str, str, str]  #: what, choice, by, why, bytes: as in the plan's table
 SHOWN = 4  #: blocks that are written out before the middle ones are left out

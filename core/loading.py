@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from glowplug.core.errors import WeightError
-from glowplug.core.facts import ModelFacts, TensorFact
+from glowplug.core.facts.model_facts import ModelFacts, TensorFact
 from glowplug.core.protocols import Model, StreamingSource, WeightSource, WeightTarget
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from glowplug.core.component import OPERATIONAL, CheckContext, Options
-from glowplug.core.facts import ModelFacts
-from glowplug.core.memory.layout import DTYPE_BYTES
+from glowplug.core.facts.kv_layout import DTYPE_BYTES
+from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.offers import QuantizationOffers
 
 

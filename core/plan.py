@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from glowplug.core.facts import Facts
+from glowplug.core.facts.model_facts import Facts
 
 
 @dataclass(frozen=True)

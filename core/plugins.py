@@ -23,13 +23,13 @@ from glowplug.core import hookspecs
 from glowplug.core.component import CONTRACT, Component
 from glowplug.core.config import EngineConfig, config_class
 from glowplug.core.errors import FactsError, GlowplugError, PluginLoadError
-from glowplug.core.facts import ModelFacts, SoftwareFacts
-from glowplug.core.facts_read import locate_model
-from glowplug.core.machine import software
-from glowplug.core.parameters import count_elements
+from glowplug.core.facts.machine import software
+from glowplug.core.facts.model_facts import ModelFacts, SoftwareFacts
+from glowplug.core.facts.model_folder import locate_model
+from glowplug.core.facts.parameters import count_elements
+from glowplug.core.facts.weight_classes import Tally, tally
 from glowplug.core.plugin_loading import BUILT_IN, PluginSource, Registration, describe, import_factory, load, watched
 from glowplug.core.slots import SLOTS
-from glowplug.core.weight_classes import Tally, tally
 
 if TYPE_CHECKING:
     from glowplug.core.plan import Choice, EnginePlan

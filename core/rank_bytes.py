@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from glowplug.core.facts import ModelFacts
-from glowplug.core.mesh import axis_size, coordinates, deal
-from glowplug.core.weight_classes import (
+from glowplug.core.facts.mesh import axis_size, coordinates, deal
+from glowplug.core.facts.model_facts import ModelFacts
+from glowplug.core.facts.weight_classes import (
     EXPERTS,
     HEADS,
     INT4,

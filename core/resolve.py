@@ -18,11 +18,11 @@ from glowplug.core.component import Chosen
 from glowplug.core.config import SECRETS, EngineConfig, Parsed, parse, recorded
 from glowplug.core.draft import Draft
 from glowplug.core.errors import ConfigError, FactsError, PlanRefused, PluginLoadError, Refusal, WeightError
-from glowplug.core.facts import Facts, HardwareFacts
-from glowplug.core.facts_read import with_digest
+from glowplug.core.facts.machine import this_machine
+from glowplug.core.facts.mesh import divides
+from glowplug.core.facts.model_facts import Facts, HardwareFacts
+from glowplug.core.facts.model_folder import with_digest
 from glowplug.core.fingerprint import plan_fingerprint
-from glowplug.core.machine import this_machine
-from glowplug.core.mesh import divides
 from glowplug.core.options import Section, SpeculativeOptions
 from glowplug.core.plan import BudgetLine, Choice, Decision, EnginePlan, Sizes
 from glowplug.core.plugins import ModelReading, PluginSet, load_plugins

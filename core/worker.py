@@ -14,13 +14,13 @@ import torch
 from glowplug.core.build import BuildContext
 from glowplug.core.engine import Engine, RankClock
 from glowplug.core.errors import GlowplugError
-from glowplug.core.facts import ModelFacts
+from glowplug.core.facts.mesh import coordinates
+from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.fitting import RankMemory
 from glowplug.core.loading import load_model
 from glowplug.core.memory.allocator import PageAllocator
 from glowplug.core.memory.measure import memory_now
 from glowplug.core.memory.segments import use_segments
-from glowplug.core.mesh import coordinates
 from glowplug.core.offers import QuantizationOffers
 from glowplug.core.parallel_stack import ParallelStack
 from glowplug.core.plan import Choice, EnginePlan

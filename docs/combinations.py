@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from glowplug.core.errors import PlanRefused, Refusal
-from glowplug.core.machine import read_sheet
+from glowplug.core.facts.machine import read_sheet
 from glowplug.core.plugins import PluginSet
 from glowplug.core.resolve import plan as make_plan
 

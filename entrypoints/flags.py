@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 
 from glowplug.core.configfile import Layer, merge, read_config, set_path
 from glowplug.core.errors import ConfigError, FactsError, GlowplugError, Refusal
-from glowplug.core.facts import HardwareFacts
-from glowplug.core.facts_read import EMBEDDED
-from glowplug.core.machine import read_sheet, sheet_names
+from glowplug.core.facts.machine import read_sheet, sheet_names
+from glowplug.core.facts.model_facts import HardwareFacts
+from glowplug.core.facts.model_folder import EMBEDDED
 from glowplug.core.plan import Decision, EnginePlan
 from glowplug.core.plugins import PluginSet, load_plugins
 from glowplug.core.resolve import plan as make_plan

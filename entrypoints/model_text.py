@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from glowplug.core.errors import FactsError, PlanRefused, Refusal, RequestError
-from glowplug.core.facts_read import locate_model
+from glowplug.core.facts.model_folder import locate_model
 from glowplug.core.plan import EnginePlan
 from glowplug.core.plugins import PluginSet
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from glowplug.core.errors import FactsError
-from glowplug.core.facts import ModelFacts
-from glowplug.core.facts_read import NEXTN_ALONE, read_json
-from glowplug.core.weight_classes import next_token_layer
+from glowplug.core.facts.model_facts import ModelFacts
+from glowplug.core.facts.model_folder import NEXTN_ALONE, read_json
+from glowplug.core.facts.weight_classes import next_token_layer
 from glowplug.entrypoints.checkpoint import TOKENIZER_FILES
 
 PIECE = 16 << 20  #: bytes copied at a time

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from glowplug.core.facts import ModelFacts
+from glowplug.core.facts.model_facts import ModelFacts
 
 GROUPED = frozenset({"group_limited_greedy", "noaux_tc"})
 TOPK_METHODS = GROUPED | {"greedy"}

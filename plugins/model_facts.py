@@ -3,8 +3,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from glowplug.core.facts import ModelFacts
-from glowplug.core.facts_read import model_facts, normalise, read_folder, read_json
+from glowplug.core.facts.model_facts import ModelFacts
+from glowplug.core.facts.model_folder import model_facts, normalise, read_folder, read_json
 from glowplug.core.hookspecs import hookimpl
 
 

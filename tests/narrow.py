@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from glowplug.core.facts import ModelFacts
-from glowplug.core.facts_read import model_facts, normalise
+from glowplug.core.facts.model_facts import ModelFacts
+from glowplug.core.facts.model_folder import model_facts, normalise
 from glowplug.core.testing.build import build_context, make, plan_for
 from tests.tiny import CONFIGS
 

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from glowplug.core.facts import ModelFacts
-from glowplug.core.facts_read import read_folder
+from glowplug.core.facts.model_facts import ModelFacts
+from glowplug.core.facts.model_folder import read_folder
 from glowplug.core.testing.build import Stepper, build_context, build_model
 
 TOLERANCE = 1e-4

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed import HashStore
 
-from glowplug.core.mesh import coordinates
+from glowplug.core.facts.mesh import coordinates
 from glowplug.core.protocols import Worker
 from glowplug.core.testing.plans import bare_plan
 from glowplug.core.testing.threads import ThreadOptions

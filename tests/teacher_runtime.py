@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from glowplug.core.memory.layout import KVLayout
+from glowplug.core.facts.kv_layout import KVLayout
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Limits, MlaLayer, QuantizationScheme, Sampled, Worker
 from glowplug.core.request import SamplingParams

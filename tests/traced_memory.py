@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from glowplug.core import placement, warmup, worker
 from glowplug.core.batch import shape_of
-from glowplug.core.machine import read_sheet
+from glowplug.core.facts.machine import read_sheet
 from glowplug.core.memory.pool import KVPool
 from glowplug.core.plan import EnginePlan
 from glowplug.core.plugins import PluginSet, load_plugins

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from glowplug.core.draft import Draft
-from glowplug.core.facts import ModelFacts
-from glowplug.core.memory.layout import DTYPE_BYTES
+from glowplug.core.facts.kv_layout import DTYPE_BYTES
+from glowplug.core.facts.model_facts import ModelFacts
+from glowplug.core.facts.parameters import stated
 from glowplug.core.offers import AttentionOffers, Mode
 from glowplug.core.options import GraphOptions
-from glowplug.core.parameters import stated
 from glowplug.core.plan import BudgetLine
 
 MIB = 1 << 20

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from glowplug.core.component import Chosen
 from glowplug.core.draft import Draft
-from glowplug.core.memory.layout import DTYPE_BYTES
+from glowplug.core.facts.kv_layout import DTYPE_BYTES
+from glowplug.core.facts.mesh import axis_size
+from glowplug.core.facts.parameters import is_moe_layer, stated
 from glowplug.core.memory.work import SHOWN, AttentionStep, ExpertsStep, Work, gated_rows
-from glowplug.core.mesh import axis_size
 from glowplug.core.offers import AttentionOffers, OpsOffers, QuantizationOffers
 from glowplug.core.options import QuantizationOptions
-from glowplug.core.parameters import is_moe_layer, stated
 
 INDICES = 40  #: bytes a token of ids, positions and slots, as they are sent and as layers read them
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from glowplug.core.memory.layout import KVLayout
+from glowplug.core.facts.kv_layout import KVLayout
 
 TORCH_DTYPES = {
     "float32": torch.float32,

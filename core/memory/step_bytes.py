@@ -5,13 +5,13 @@ On a device these numbers stand only until the largest steps have been run and m
 from __future__ import annotations
 
 from glowplug.core.draft import Draft
+from glowplug.core.facts.kv_layout import DTYPE_BYTES
+from glowplug.core.facts.mesh import axis_size
+from glowplug.core.facts.parameters import stated
 from glowplug.core.memory.graph_bytes import graph_line
 from glowplug.core.memory.layer_bytes import LayerBytes, StepTokens
-from glowplug.core.memory.layout import DTYPE_BYTES
 from glowplug.core.memory.work import DecodingRows
-from glowplug.core.mesh import axis_size
 from glowplug.core.offers import AttentionOffers, SamplerOffers
-from glowplug.core.parameters import stated
 from glowplug.core.plan import BudgetLine
 
 MIB = 1 << 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from glowplug.core.batch import Batch
-from glowplug.core.memory.layout import KVLayout
+from glowplug.core.facts.kv_layout import KVLayout
 from glowplug.core.protocols.worker import Limits
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence as Seq
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from glowplug.core.batch import Batch
-from glowplug.core.facts import ModelFacts, TensorFact
+from glowplug.core.facts.model_facts import ModelFacts, TensorFact
 
 if TYPE_CHECKING:
     from torch import Tensor

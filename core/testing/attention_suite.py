@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from glowplug.core.facts import ModelFacts
+from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.layers.rope import RopeConfig
 from glowplug.core.memory.pool import TORCH_DTYPES
 from glowplug.core.plan import EnginePlan

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from glowplug.core.batch import Batch
 from glowplug.core.build import BuildContext
-from glowplug.core.facts import ModelFacts, TensorFact
+from glowplug.core.facts.model_facts import ModelFacts, TensorFact
 from glowplug.core.loading import load_model
 from glowplug.core.memory.pool import KVPool
 from glowplug.core.offers import Mode

@@ -4,7 +4,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from glowplug.core.facts import Facts, HardwareFacts, ModelFacts, SoftwareFacts
+from glowplug.core.facts.model_facts import Facts, HardwareFacts, ModelFacts, SoftwareFacts
 from glowplug.core.plan import EnginePlan, Sizes
 
 VOCAB = 997

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from glowplug.core.errors import CollectiveError
-from glowplug.core.mesh import group
+from glowplug.core.facts.mesh import group
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Worker
 

@@ -17,7 +17,7 @@ PACKAGES = ("torch", "triton", "sglang-kernel", "flashinfer-python", "sgl-deep-g
 
 def conditions(device: str) -> dict[str, Any]:
     """``device``: "cpu" or "cuda". Packages that are not installed are left out."""
-    from glowplug.core.machine import installed
+    from glowplug.core.facts.machine import installed
 
     found: dict[str, Any] = {
         "command": shlex.join(["glowplug", *sys.argv[1:]]),
@@ -30,7 +30,7 @@ def conditions(device: str) -> dict[str, Any]:
 
 def conditions_apart() -> dict[str, Any]:
     """As ``conditions``, of a process that has no context of its own on the card that others measure."""
-    from glowplug.core.machine import cuda_devices
+    from glowplug.core.facts.machine import cuda_devices
 
     cards = [card.name for card in cuda_devices()]
     several = f"{len(cards)} x " if len(cards) > 1 else ""

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from glowplug.core.facts import DeviceFacts, ModelFacts
-from glowplug.core.memory.layout import DTYPE_BYTES
-from glowplug.core.parameters import is_moe_layer, stated
+from glowplug.core.facts.kv_layout import DTYPE_BYTES
+from glowplug.core.facts.model_facts import DeviceFacts, ModelFacts
+from glowplug.core.facts.parameters import is_moe_layer, stated
 from glowplug.core.plan import EnginePlan
 
 #: bytes a second that a large device copy reaches, read and written, by a part of the card's name (measured)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from glowplug.core.batch import Batch
-from glowplug.core.memory.layout import DTYPE_BYTES
+from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import (
     AttentionBackend,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from glowplug.core.batch import Batch, shape_of
 from glowplug.core.build import BuildContext
-from glowplug.core.facts import ModelFacts
+from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.layers.decoder import DecoderLayer
 from glowplug.core.layers.module import Module
 from glowplug.core.layers.moe import Gate

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from glowplug import __version__
 from glowplug.core.errors import GlowplugError
-from glowplug.core.facts import ModelFacts
+from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.plugins import load_plugins
 from glowplug.entrypoints.bench import peers, report
 from glowplug.entrypoints.bench.conditions import conditions_apart

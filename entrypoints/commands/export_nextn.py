@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from glowplug.core.errors import FactsError, GlowplugError
-from glowplug.core.facts_read import locate_model, read_folder
+from glowplug.core.facts.model_folder import locate_model, read_folder
 from glowplug.entrypoints.nextn_export import export
 
 

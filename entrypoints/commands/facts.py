@@ -5,7 +5,7 @@ import argparse
 
 import msgspec
 
-from glowplug.core.machine import own_sheet
+from glowplug.core.facts.machine import own_sheet
 from glowplug.core.plugins import load_plugins
 
 

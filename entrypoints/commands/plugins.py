@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from glowplug.core.choose import unavailable
-from glowplug.core.machine import this_machine
+from glowplug.core.facts.machine import this_machine
 from glowplug.core.plugins import PluginSet, load_plugins
 from glowplug.core.slots import SLOTS
 

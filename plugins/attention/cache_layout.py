@@ -1,8 +1,8 @@
 """What a rank's attention keeps in the KV pool."""
 from __future__ import annotations
 
-from glowplug.core.memory.layout import KVEntry, KVLayout
-from glowplug.core.mesh import axis_size
+from glowplug.core.facts.kv_layout import KVEntry, KVLayout
+from glowplug.core.facts.mesh import axis_size
 from glowplug.core.plan import EnginePlan
 
 

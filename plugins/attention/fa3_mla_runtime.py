@@ -8,8 +8,8 @@ from sgl_kernel.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcach
 from torch import Tensor
 
 from glowplug.core.batch import Batch
+from glowplug.core.facts.mesh import axis_size
 from glowplug.core.memory.work import DecodingRows
-from glowplug.core.mesh import axis_size
 from glowplug.core.options import AttentionOptions
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Limits, MlaLayer, Worker

@@ -10,9 +10,9 @@ from typing import Literal
 
 from glowplug.core.component import CheckContext, Component, Package
 from glowplug.core.errors import Refusal
+from glowplug.core.facts.mesh import axis_size, divides
 from glowplug.core.hookspecs import hookimpl
 from glowplug.core.memory.work import DecodingRows
-from glowplug.core.mesh import axis_size, divides
 from glowplug.core.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
 from glowplug.plugins.attention.absorbed import AbsorbedOptions
 from glowplug.plugins.attention.library import HOPPER, SIXTEEN_BITS, check_kv_is_compute

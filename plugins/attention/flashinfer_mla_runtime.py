@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from glowplug.core.batch import Batch
+from glowplug.core.facts.mesh import axis_size
 from glowplug.core.layers.rope import RopeConfig
-from glowplug.core.mesh import axis_size
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Limits, MlaLayer, Worker
 from glowplug.plugins.attention.flashinfer_mla import WORKSPACE, FlashInferMlaOptions

@@ -4,8 +4,8 @@ from __future__ import annotations
 from typing import Literal
 
 from glowplug.core.component import CheckContext, Component, Package
+from glowplug.core.facts.mesh import axis_size
 from glowplug.core.hookspecs import hookimpl
-from glowplug.core.mesh import axis_size
 from glowplug.core.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
 from glowplug.core.plan import Decision
 from glowplug.kernels.triton.h200 import SHORT, SHORT_CONTEXT

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from glowplug.core.batch import Batch
-from glowplug.core.memory.layout import KVLayout
-from glowplug.core.mesh import axis_size
+from glowplug.core.facts.kv_layout import KVLayout
+from glowplug.core.facts.mesh import axis_size
 from glowplug.core.options import AttentionOptions
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, ProjectedMla, Worker

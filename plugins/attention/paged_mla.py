@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from glowplug.core.batch import Batch
-from glowplug.core.memory.layout import KVEntry, KVLayout
+from glowplug.core.facts.kv_layout import KVEntry, KVLayout
 from glowplug.core.options import AttentionOptions
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, RopeRows, Worker

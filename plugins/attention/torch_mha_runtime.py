@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from glowplug.core.batch import Batch
-from glowplug.core.memory.layout import KVLayout
+from glowplug.core.facts.kv_layout import KVLayout
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, Worker
 from glowplug.kernels import mha

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from glowplug.core.errors import CollectiveError
-from glowplug.core.mesh import OVER_TP, WITHIN, axis_size, group
+from glowplug.core.facts.mesh import OVER_TP, WITHIN, axis_size, group
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Worker
 from glowplug.kernels.sums import add_up

@@ -9,8 +9,8 @@ import msgspec
 
 import glowplug
 from glowplug.core.errors import Refusal
-from glowplug.core.facts import ModelFacts
-from glowplug.core.machine import installed
+from glowplug.core.facts.machine import installed
+from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.plan import EnginePlan
 
 #: what hosts compare -> (the field a refusal names, its fix)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from glowplug.core.component import Component
-from glowplug.core.facts import Facts
+from glowplug.core.facts.model_facts import Facts
 from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import OutputOffers
 from glowplug.core.options import OutputOptions

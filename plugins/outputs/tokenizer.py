@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from glowplug.core.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from glowplug.core.facts import ModelFacts
+    from glowplug.core.facts.model_facts import ModelFacts
     from glowplug.core.tokenizer import Tokenizer
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from glowplug.core.batch import Batch, StepShape
-from glowplug.core.mesh import axis_size, coordinates, deal
+from glowplug.core.facts.mesh import axis_size, coordinates, deal
 from glowplug.core.offers import Mode
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import RequestRouter, Shard, Worker

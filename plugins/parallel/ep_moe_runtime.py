@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from glowplug.core.mesh import axis_size, coordinates, deal
+from glowplug.core.facts.mesh import axis_size, coordinates, deal
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import Collectives, ExpertExchange, Shard, Worker
 from glowplug.plugins.parallel.expert_exchange import (

@@ -8,10 +8,10 @@ from pydantic import Field
 
 from glowplug.core.component import CheckContext, Component
 from glowplug.core.errors import Refusal
+from glowplug.core.facts.splits import Split, fitting_sizes, uneven
 from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import ParallelOffers, QuantizationOffers
 from glowplug.core.options import ParallelOptions, QuantizationOptions
-from glowplug.core.splits import Split, fitting_sizes, uneven
 
 NAME = "tensor"
 SHOWN = 4  #: sizes listed in a fix

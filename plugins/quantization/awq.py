@@ -11,11 +11,11 @@ from pydantic import Field
 
 from glowplug.core.component import CheckContext, Component
 from glowplug.core.errors import Refusal
-from glowplug.core.facts import ModelFacts, TensorFact
+from glowplug.core.facts.model_facts import ModelFacts, TensorFact
+from glowplug.core.facts.stored_formats import awq_group, quantization_config
 from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import QuantizationOffers
 from glowplug.core.options import QuantizationOptions
-from glowplug.core.stored_formats import awq_group, quantization_config
 from glowplug.plugins.quantization.triton_needed import check_triton
 
 NAME = "awq"

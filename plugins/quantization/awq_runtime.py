@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from glowplug.core.facts.stored_formats import awq_group, quantization_config
 from glowplug.core.layers.module import Target
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import (
@@ -19,7 +20,6 @@ from glowplug.core.protocols import (
     WeightTarget,
     Worker,
 )
-from glowplug.core.stored_formats import awq_group, quantization_config
 from glowplug.kernels import awq as layout
 from glowplug.plugins.quantization.dense import DenseExperts, DenseLinear, expert_slices, linear_slices
 from glowplug.plugins.quantization.left_alone import left_alone, listed

@@ -13,11 +13,11 @@ from pydantic import Field
 
 from glowplug.core.component import CheckContext, Component
 from glowplug.core.errors import Refusal
-from glowplug.core.facts import ModelFacts
+from glowplug.core.facts.model_facts import ModelFacts
+from glowplug.core.facts.stored_formats import INT8_METHODS, quantization_config
 from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import QuantizationOffers
 from glowplug.core.options import QuantizationOptions
-from glowplug.core.stored_formats import INT8_METHODS, quantization_config
 from glowplug.plugins.quantization.experts_bytes import int8_experts
 from glowplug.plugins.quantization.left_alone import EXPRESSION, KEYS
 from glowplug.plugins.quantization.triton_needed import check_libraries, check_triton

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from glowplug.core.facts.stored_formats import INT8_METHODS, quantization_config
 from glowplug.core.layers.module import Target
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import (
@@ -24,7 +25,6 @@ from glowplug.core.protocols import (
     WeightTarget,
     Worker,
 )
-from glowplug.core.stored_formats import INT8_METHODS, quantization_config
 from glowplug.kernels import int8
 from glowplug.kernels.activation import silu_and_mul
 from glowplug.plugins.quantization.dense import DenseExperts, DenseLinear, expert_slices, linear_slices

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from glowplug.core.facts import ModelFacts, TensorFact
+from glowplug.core.facts.model_facts import ModelFacts, TensorFact
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import WeightTarget, Worker
 from glowplug.plugins.weights.random import RandomOptions

@@ -16,7 +16,7 @@ import torch
 from torch.distributed import HashStore, TCPStore
 
 from glowplug.core.errors import CollectiveError
-from glowplug.core.mesh import coordinates
+from glowplug.core.facts.mesh import coordinates
 from glowplug.core.protocols import Collectives, Worker
 from glowplug.core.testing.parallel_suite import CollectivesSuite, RankedCollectivesSuite
 from glowplug.core.testing.plans import bare_plan

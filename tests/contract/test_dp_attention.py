@@ -13,8 +13,8 @@ import torch
 
 from glowplug.core.batch import Batch, StepShape, idle_batch, shape_of
 from glowplug.core.errors import PlanRefused, Refusal
-from glowplug.core.machine import read_sheet
-from glowplug.core.mesh import coordinates
+from glowplug.core.facts.machine import read_sheet
+from glowplug.core.facts.mesh import coordinates
 from glowplug.core.offers import Mode
 from glowplug.core.plugins import load_plugins
 from glowplug.core.protocols import Worker

@@ -13,8 +13,8 @@ from torch import Tensor
 from glowplug.core.batch import Batch, StepShape, idle_batch
 from glowplug.core.component import CheckContext, Chosen
 from glowplug.core.errors import Refusal
-from glowplug.core.facts import Facts
-from glowplug.core.mesh import axis_size, coordinates
+from glowplug.core.facts.mesh import axis_size, coordinates
+from glowplug.core.facts.model_facts import Facts
 from glowplug.core.offers import GraphOffers, Mode, ParallelOffers
 from glowplug.core.options import GraphOptions, ParallelOptions
 from glowplug.core.protocols import Collectives, ExpertExchange, Worker

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from glowplug.core.facts import ModelFacts
+from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import AttentionBackend, Worker
 from glowplug.core.testing.attention_suite import MhaCase, MhaSuite, MlaCase

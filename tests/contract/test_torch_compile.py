@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from glowplug.core.facts import HardwareFacts
-from glowplug.core.machine import software
+from glowplug.core.facts.machine import software
+from glowplug.core.facts.model_facts import HardwareFacts
 from glowplug.core.protocols import Ops, Worker
 from glowplug.kernels import activation, norm, routing
 from glowplug.plugins.ops import torch_compile

@@ -16,7 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from glowplug.core.detokenize import byte_alphabet
 from glowplug.core.errors import EngineDead
-from glowplug.core.facts import Facts, HardwareFacts, ModelFacts, SoftwareFacts
+from glowplug.core.facts.model_facts import Facts, HardwareFacts, ModelFacts, SoftwareFacts
 from glowplug.core.messages import (
     Abort,
     Admitted,

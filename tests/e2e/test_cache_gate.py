@@ -13,8 +13,8 @@ from glowplug.core import cache_gate
 from glowplug.core.batch import Batch, shape_of
 from glowplug.core.cache_gate import CacheError, Lend, cache_error, check_cache
 from glowplug.core.errors import GlowplugError
+from glowplug.core.facts.kv_layout import KVLayout
 from glowplug.core.fitting import RankMemory
-from glowplug.core.memory.layout import KVLayout
 from glowplug.core.memory.pool import KVPool
 from glowplug.core.offers import Mode
 from glowplug.core.plan import EnginePlan

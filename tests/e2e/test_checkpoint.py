@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from glowplug import LLM, SamplingParams
+from glowplug.core.facts.safetensors_header import read_tensors
 from glowplug.core.plugins import PluginSet, load_plugins
-from glowplug.core.safetensors_header import read_tensors
 from glowplug.entrypoints import checkpoint, checkpoint_writer
 
 

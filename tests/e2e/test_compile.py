@@ -9,7 +9,7 @@ import pytest
 from torch._dynamo.utils import counters
 
 from glowplug import LLM, SamplingParams
-from glowplug.core.machine import software
+from glowplug.core.facts.machine import software
 from tests.tiny import VOCAB, write_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not software(()).cxx, reason="needs a C++ compiler")]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from glowplug.core.facts import ModelFacts, TensorFact
+from glowplug.core.facts.model_facts import ModelFacts, TensorFact
 from glowplug.core.protocols import LinearShape, Quantized, Worker
 from glowplug.core.testing.build import DictSource, Stepper, build_context, build_model, make, plan_for
 from tests.models.test_parity_deepseek import V3

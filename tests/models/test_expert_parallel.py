@@ -13,8 +13,8 @@ from torch import Tensor
 
 from glowplug.core.batch import Batch, StepShape
 from glowplug.core.build import BuildContext
-from glowplug.core.facts import ModelFacts
-from glowplug.core.mesh import coordinates
+from glowplug.core.facts.mesh import coordinates
+from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.parallel_stack import ParallelStack
 from glowplug.core.protocols import Worker
 from glowplug.core.testing.build import Stepper, build_context, build_model, make, plan_for

@@ -185,10 +185,10 @@ def test_ranks_must_not_cut_groups(tmp_path: Path, plugins: PluginSet) -> None:
 
 def test_the_budget_counts_narrow_weights(tmp_path: Path, plugins: PluginSet) -> None:
     """On a card: a byte a weight and four a row; half a byte, and four a group."""
-    from glowplug.core.facts_read import read_folder
-    from glowplug.core.parameters import count_elements
+    from glowplug.core.facts.model_folder import read_folder
+    from glowplug.core.facts.parameters import count_elements
+    from glowplug.core.facts.weight_classes import tally
     from glowplug.core.rank_bytes import Storage, weights_by_rank
-    from glowplug.core.weight_classes import tally
 
     tensors = float_tensors(tiny_facts("v3"))
     for kind, quantise in (("int8", int8_checkpoint), ("awq", awq_checkpoint)):
@@ -216,7 +216,7 @@ def test_the_budget_counts_narrow_weights(tmp_path: Path, plugins: PluginSet) ->
 
 def test_the_budget_counts_what_is_quantised_while_loading(tmp_path: Path, plugins: PluginSet) -> None:
     """All but vocabulary, gate, norms and the latents' projections takes a byte on a card."""
-    from glowplug.core.facts import DeviceFacts, HardwareFacts
+    from glowplug.core.facts.model_facts import DeviceFacts, HardwareFacts
 
     folder = write_folder(tmp_path, "v3", float_tensors(tiny_facts("v3")))
     card = HardwareFacts(devices=(DeviceFacts("H200", 141 << 30, 90),), cpu_cores=8, cpu_memory=32 << 30)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glowplug.core.facts import TensorFact
+from glowplug.core.facts.model_facts import TensorFact
 from glowplug.core.layers.decoder import DecoderModel
 from glowplug.core.loading import load_model
 from glowplug.core.testing.build import DictSource, Stepper, build_context, build_model

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from glowplug.core.build import BuildContext
 from glowplug.core.errors import CollectiveError, WeightError
-from glowplug.core.facts import ModelFacts
+from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.loading import load_model
 from glowplug.core.plan import EnginePlan
 from glowplug.core.plugins import PluginSet, load_plugins

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from glowplug.core.errors import PlanRefused
-from glowplug.core.machine import read_sheet
+from glowplug.core.facts.machine import read_sheet
 from glowplug.core.plan import EnginePlan
 from glowplug.core.plugins import PluginSet
 from glowplug.core.resolve import plan as make_plan

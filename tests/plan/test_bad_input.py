@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from glowplug.core.errors import PlanRefused, Refusal
-from glowplug.core.facts import DeviceFacts, HardwareFacts
-from glowplug.core.machine import read_sheet
+from glowplug.core.facts.machine import read_sheet
+from glowplug.core.facts.model_facts import DeviceFacts, HardwareFacts
 from glowplug.core.plan import Decision, EnginePlan
 from glowplug.core.plugins import load_plugins
 from glowplug.core.resolve import plan as make_plan

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from glowplug.core.machine import read_sheet
+from glowplug.core.facts.machine import read_sheet
 from glowplug.core.plan import EnginePlan
 from glowplug.core.plan_table import render, rows
 from glowplug.core.plugins import PluginSet

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from glowplug import __version__
-from glowplug.core.facts import DeviceFacts, HardwareFacts, SoftwareFacts
-from glowplug.core.facts_read import embedded_path
+from glowplug.core.facts.model_facts import DeviceFacts, HardwareFacts, SoftwareFacts
+from glowplug.core.facts.model_folder import embedded_path
 from glowplug.core.plugins import DEFAULT_PLUGINS, PluginSet
 from glowplug.core.slots import SLOTS
 from glowplug.entrypoints.bench import COMMANDS as BENCHES

@@ -15,8 +15,8 @@ from pydantic.fields import FieldInfo
 
 from glowplug.core.config import SECRETS, EngineConfig
 from glowplug.core.errors import PlanRefused
-from glowplug.core.facts import HardwareFacts
-from glowplug.core.machine import read_sheet
+from glowplug.core.facts.machine import read_sheet
+from glowplug.core.facts.model_facts import HardwareFacts
 from glowplug.core.plan import Decision, EnginePlan
 from glowplug.core.plugins import load_plugins
 from glowplug.core.resolve import plan as make_plan

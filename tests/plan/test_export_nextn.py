@@ -10,8 +10,8 @@ import pytest
 from safetensors import safe_open
 
 from glowplug.core.errors import WeightError
-from glowplug.core.facts_read import embedded_path, read_folder
-from glowplug.core.safetensors_header import read_header
+from glowplug.core.facts.model_folder import embedded_path, read_folder
+from glowplug.core.facts.safetensors_header import read_header
 from glowplug.core.testing.fakes import TINY_V3, write_model
 from glowplug.entrypoints.cli import main
 from glowplug.entrypoints.nextn_export import draft_config, renamed

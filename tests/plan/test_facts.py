@@ -12,13 +12,13 @@ import msgspec
 import pytest
 
 from glowplug.core.errors import FactsError, WeightError
-from glowplug.core.facts import Facts, HardwareFacts, ModelFacts
-from glowplug.core.facts_read import locate_model, normalise, read_folder
-from glowplug.core.machine import _visible, own_sheet, read_sheet, sheet_names, software, this_machine
-from glowplug.core.parameters import count_parameters
+from glowplug.core.facts.machine import _visible, own_sheet, read_sheet, sheet_names, software, this_machine
+from glowplug.core.facts.model_facts import Facts, HardwareFacts, ModelFacts
+from glowplug.core.facts.model_folder import locate_model, normalise, read_folder
+from glowplug.core.facts.parameters import count_parameters
+from glowplug.core.facts.weight_classes import tally
 from glowplug.core.plugins import PluginSet
 from glowplug.core.testing.fakes import TINY_LLAMA, TINY_V3, write_model
-from glowplug.core.weight_classes import tally
 
 
 def facts_of(folder: Path) -> ModelFacts:
@@ -221,7 +221,7 @@ def test_parameters_of_known_models() -> None:
                     "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128})
     llama = normalise({**TINY_LLAMA, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
                        "num_key_value_heads": 8, "vocab_size": 128256, "intermediate_size": 14336})
-    from glowplug.core.facts_read import model_facts
+    from glowplug.core.facts.model_folder import model_facts
 
     assert count_parameters(model_facts(v3)) == pytest.approx(671e9, rel=0.002)
     assert count_parameters(model_facts(llama)) == pytest.approx(8.03e9, rel=0.002)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from glowplug.core.machine import read_sheet
+from glowplug.core.facts.machine import read_sheet
 from glowplug.core.memory.graph_bytes import PER_PIECE
 from glowplug.core.offers import EVERY_MODE_GRAPH, Capture, Mode
 from tests.tiny import write_config

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from glowplug.core.machine import read_sheet
+from glowplug.core.facts.machine import read_sheet
 from glowplug.core.offers import CollectiveOffers
 from glowplug.core.plan import BudgetLine, EnginePlan
 from glowplug.core.testing.fakes import component

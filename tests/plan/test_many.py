@@ -14,7 +14,7 @@ from tests.source_tree import ROOT
 SCRIPT = """
 import json, math, random, sys, time
 from glowplug.core.errors import PlanRefused
-from glowplug.core.machine import read_sheet
+from glowplug.core.facts.machine import read_sheet
 from glowplug.core.plugins import load_plugins
 from glowplug.core.resolve import plan
 from tests.pace import slowness, yardstick

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from glowplug.core.errors import PlanRefused, Refusal
-from glowplug.core.machine import read_sheet
+from glowplug.core.facts.machine import read_sheet
 from glowplug.core.plan import EnginePlan
 from glowplug.core.plugins import PluginSet, load_plugins
 from glowplug.core.resolve import plan as make_plan

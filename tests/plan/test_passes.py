@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from glowplug.core.facts import Facts, HardwareFacts
-from glowplug.core.machine import read_sheet, sheet_names
+from glowplug.core.facts.machine import read_sheet, sheet_names
+from glowplug.core.facts.model_facts import Facts, HardwareFacts
 from glowplug.core.plan import EnginePlan
 from glowplug.core.plan_table import render, table
 from glowplug.core.plugins import PluginSet

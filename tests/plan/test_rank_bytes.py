@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from glowplug.core.engine import Engine
-from glowplug.core.facts import ModelFacts
-from glowplug.core.facts_read import embedded_path, model_facts, normalise, read_folder, read_json
-from glowplug.core.mesh import axis_size
-from glowplug.core.parameters import count_elements, count_parameters
+from glowplug.core.facts.mesh import axis_size
+from glowplug.core.facts.model_facts import ModelFacts
+from glowplug.core.facts.model_folder import embedded_path, model_facts, normalise, read_folder, read_json
+from glowplug.core.facts.parameters import count_elements, count_parameters
+from glowplug.core.facts.weight_classes import role_of, tally
 from glowplug.core.plan import EnginePlan
 from glowplug.core.plugins import PluginSet, load_plugins
 from glowplug.core.rank_bytes import Storage, number_bytes, parts_of, weights_by_rank
 from glowplug.core.testing.ranks import THREADS, RankSet, rank_plan
-from glowplug.core.weight_classes import role_of, tally
 from tests.source_tree import ROOT
 from tests.tiny import CONFIGS, write_config
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from glowplug.core.errors import PlanRefused, Refusal
-from glowplug.core.facts import HardwareFacts
+from glowplug.core.facts.machine import read_sheet
+from glowplug.core.facts.model_facts import HardwareFacts
 from glowplug.core.layout_table import blocks, runs
-from glowplug.core.machine import read_sheet
 from glowplug.core.plan import BudgetLine, EnginePlan
 from glowplug.core.plan_table import render
 from glowplug.core.plugins import PluginSet

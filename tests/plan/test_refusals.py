@@ -9,8 +9,8 @@ import pytest
 
 from glowplug.core.component import Component, Package
 from glowplug.core.errors import ConfigError, PlanRefused, Refusal
+from glowplug.core.facts.machine import read_sheet
 from glowplug.core.hookspecs import hookimpl
-from glowplug.core.machine import read_sheet
 from glowplug.core.offers import (
     AttentionOffers,
     Capture,

@@ -10,8 +10,8 @@ import pytest
 
 from glowplug.core.component import Package
 from glowplug.core.errors import FactsError
-from glowplug.core.facts import HardwareFacts
-from glowplug.core.machine import SHEETS, read_sheet, sheet_names
+from glowplug.core.facts.machine import SHEETS, read_sheet, sheet_names
+from glowplug.core.facts.model_facts import HardwareFacts
 from glowplug.core.offers import PolicyOffers
 from glowplug.core.plugins import PluginSet
 from glowplug.core.requirements import missing_packages

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from glowplug.core.errors import PlanRefused, Refusal
-from glowplug.core.facts import ModelFacts
-from glowplug.core.facts_read import model_facts, normalise, read_json
-from glowplug.core.machine import read_sheet
+from glowplug.core.facts.machine import read_sheet
+from glowplug.core.facts.model_facts import ModelFacts
+from glowplug.core.facts.model_folder import model_facts, normalise, read_json
+from glowplug.core.facts.splits import Split, fitting_sizes, splits, uneven
 from glowplug.core.offers import QuantizationOffers
-from glowplug.core.splits import Split, fitting_sizes, splits, uneven
 from tests.plan.test_refusals import component, with_components
 from tests.source_tree import ROOT
 from tests.tiny import CONFIGS, write_config

@@ -8,7 +8,7 @@ import pytest
 
 from glowplug.core.component import CheckContext, Component
 from glowplug.core.errors import PluginLoadError
-from glowplug.core.machine import read_sheet
+from glowplug.core.facts.machine import read_sheet
 from glowplug.core.offers import EVERY_MODE_GRAPH, Capture, Mode, OpsOffers
 from glowplug.core.options import OpsOptions
 from glowplug.core.plan import EnginePlan

@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 
 from glowplug.core.component import Component, Options
-from glowplug.core.machine import software
+from glowplug.core.facts.machine import software
 from glowplug.core.plugins import PluginSet, load_plugins
 from glowplug.core.resolve import plan as make_plan
 from glowplug.entrypoints import bench

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from glowplug.core.facts import DeviceFacts, ModelFacts
-from glowplug.core.parameters import count_elements, stated
+from glowplug.core.facts.model_facts import DeviceFacts, ModelFacts
+from glowplug.core.facts.parameters import count_elements, stated
+from glowplug.core.facts.weight_classes import EXPERTS, TIED, VOCAB
 from glowplug.core.plugins import PluginSet, load_plugins
-from glowplug.core.weight_classes import EXPERTS, TIED, VOCAB
 from glowplug.entrypoints import bench
 from glowplug.entrypoints.bench.floor import card_bandwidth, distinct_experts, known_card, prefill_work, step_bytes
 from glowplug.entrypoints.bench.in_process import BatchTimes

@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from glowplug.core.machine import read_sheet
+from glowplug.core.facts.machine import read_sheet
 from tests.demo_environment import dependencies, glowplug, python, run, variables
 from tests.source_tree import ROOT, imported, name_of, sources
 from tests.waiting import until

@@ -22,7 +22,7 @@ import msgspec
 import pytest
 
 from glowplug.core import hookspecs
-from glowplug.core.machine import read_sheet
+from glowplug.core.facts.machine import read_sheet
 from tests.demo_environment import glowplug, run
 from tests.e2e.test_gpu_ranks import LAYOUTS
 from tests.source_tree import PACKAGES, ROOT, sources

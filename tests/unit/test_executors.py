@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from glowplug.core.errors import PlanRefused
-from glowplug.core.facts import HardwareFacts
+from glowplug.core.facts.model_facts import HardwareFacts
 from glowplug.core.messages import Failed, Progress
 from glowplug.core.plan import EnginePlan
 from glowplug.core.plugins import load_plugins

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from glowplug.core.facts import ModelFacts
-from glowplug.core.facts_read import model_facts, normalise
+from glowplug.core.facts.model_facts import ModelFacts
+from glowplug.core.facts.model_folder import model_facts, normalise
 from glowplug.core.layers.linear import Both, Linear, Part, agreed_format, both_formats, caster, producer
 from glowplug.core.layers.module import Module, Target, part_of
 from glowplug.core.layers.rope import RopeConfig

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from glowplug.core.errors import WeightError
-from glowplug.core.facts import ModelFacts
-from glowplug.core.facts_read import model_facts, normalise
+from glowplug.core.facts.model_facts import ModelFacts
+from glowplug.core.facts.model_folder import model_facts, normalise
 from glowplug.core.loading import load_model
 from glowplug.core.protocols import WeightTarget
 from glowplug.core.testing.build import DictSource, build_context, make, plan_for

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from glowplug.core.batch import StepShape, idle_batch
-from glowplug.core.mesh import coordinates
+from glowplug.core.facts.mesh import coordinates
 from glowplug.core.offers import Mode
 from glowplug.core.parallel_stack import ParallelStack
 from glowplug.core.protocols import Shard

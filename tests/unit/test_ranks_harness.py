@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from glowplug.core.errors import CollectiveError
-from glowplug.core.mesh import axis_size, coordinates, group
+from glowplug.core.facts.mesh import axis_size, coordinates, group
 from glowplug.core.messages import Abort
 from glowplug.core.protocols import Worker
 from glowplug.core.testing.parallel_suite import CollectivesSuite

@@ -15,7 +15,7 @@ from tests.source_tree import PACKAGES, ROOT, name_of, sources
 
 pytestmark = pytest.mark.slow
 SKIPPED = shutil.ignore_patterns(".git", ".venv", "__pycache__", "build", "dist", "*.egg-info", ".*_cache", "scratch")
-DATA = ("py.typed", "core/sheets/cpu.json", "core/sheets/packages/hopper.json",
+DATA = ("py.typed", "core/facts/sheets/cpu.json", "core/facts/sheets/packages/hopper.json",
         "models/embedded/checkpoint/config.json", "models/embedded/checkpoint/model.safetensors",
         "models/embedded/checkpoint/tokenizer.json", "models/embedded/checkpoint/tokenizer_config.json",
         "models/embedded/checkpoint/generation_config.json")

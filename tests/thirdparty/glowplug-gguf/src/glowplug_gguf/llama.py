@@ -6,7 +6,7 @@ from typing import Any
 from gguf import MODEL_ARCH, GGMLQuantizationType, get_tensor_name_map
 
 from glowplug.core.errors import FactsError
-from glowplug.core.facts import ModelFacts, TensorFact
+from glowplug.core.facts.model_facts import ModelFacts, TensorFact
 from glowplug_gguf.header import GgufHeader
 
 MODULES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",

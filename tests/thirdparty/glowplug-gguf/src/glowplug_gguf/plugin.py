@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from glowplug.core.component import Component, Package
 from glowplug.core.errors import FactsError
-from glowplug.core.facts import ModelFacts
+from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.hookspecs import hookimpl
 from glowplug.core.offers import WeightOffers
 from glowplug.core.options import WeightOptions

@@ -13,7 +13,7 @@ from gguf.quants import dequantize
 from tqdm import tqdm
 
 from glowplug.core.errors import WeightError
-from glowplug.core.facts import ModelFacts, TensorFact
+from glowplug.core.facts.model_facts import ModelFacts, TensorFact
 from glowplug.core.plan import EnginePlan
 from glowplug.core.protocols import WeightTarget, Worker
 from glowplug_gguf.header import GgufHeader, GgufTensor, read_gguf

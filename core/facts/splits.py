@@ -8,9 +8,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from glowplug.core.facts import ModelFacts
-from glowplug.core.mesh import axis_size, deal
-from glowplug.core.parameters import is_moe_layer
+from glowplug.core.facts.mesh import axis_size, deal
+from glowplug.core.facts.model_facts import ModelFacts
+from glowplug.core.facts.parameters import is_moe_layer
 
 #: role -> mesh axis that splits it once every strategy has had its say
 AXES = {"column": "tp", "vocab": "attn_tp", "heads": "attn_tp", "kv_heads": "attn_tp", "expert_width": "moe_tp"}

@@ -4,8 +4,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from glowplug.core.facts import ModelFacts
-from glowplug.core.weight_classes import INT4, SCALE
+from glowplug.core.facts.model_facts import ModelFacts
+from glowplug.core.facts.weight_classes import INT4, SCALE
 
 FP8 = "float8_e4m3fn"
 INT8_METHODS = frozenset({"w8a8_int8", "compressed-tensors"})  #: ``quant_method`` of int8 weights with a scale a row

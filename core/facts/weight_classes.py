@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from glowplug.core.facts import TensorFact
+from glowplug.core.facts.model_facts import TensorFact
 
 VOCAB = "vocab"  #: embedding and head
 TIED = "tied"  #: an embedding that is the head too; the head keeps a copy of its own

@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 
 from glowplug.core.errors import FactsError
-from glowplug.core.facts import ModelFacts, TensorFact
-from glowplug.core.safetensors_header import read_tensors
-from glowplug.core.weight_classes import next_token_layer
+from glowplug.core.facts.model_facts import ModelFacts, TensorFact
+from glowplug.core.facts.safetensors_header import read_tensors
+from glowplug.core.facts.weight_classes import next_token_layer
 
 EMBEDDED = "embedded"  #: the name of the shipped model
 MAX_JSON = 64 << 20  #: bytes; a config.json or tokenizer_config.json beyond it is refused
@@ -37,7 +37,7 @@ NEXTN_ALONE = "ForCausalLMNextN"  #: how architectures end of which a folder hol
 
 def embedded_path() -> Path:
     """Folder of the shipped model."""
-    return Path(__file__).absolute().parents[1] / "models" / "embedded" / "checkpoint"
+    return Path(__file__).absolute().parents[2] / "models" / "embedded" / "checkpoint"
 
 
 def locate_model(name: str) -> str:

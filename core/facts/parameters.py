@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from glowplug.core.facts import ModelFacts
-from glowplug.core.stored_formats import stored_matrix
-from glowplug.core.weight_classes import TIED, VOCAB, WHOLE, Kind, role_of
+from glowplug.core.facts.model_facts import ModelFacts
+from glowplug.core.facts.stored_formats import stored_matrix
+from glowplug.core.facts.weight_classes import TIED, VOCAB, WHOLE, Kind, role_of
 
 LEFT_ALONE = frozenset({"eh_proj", "gate"})  #: linear layers that published quantised checkpoints leave alone
 

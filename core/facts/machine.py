@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from glowplug.core.errors import FactsError
-from glowplug.core.facts import DeviceFacts, HardwareFacts, SoftwareFacts
+from glowplug.core.facts.model_facts import DeviceFacts, HardwareFacts, SoftwareFacts
 from glowplug.core.requirements import normalised
 
 SHEETS = Path(__file__).absolute().parent / "sheets"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from glowplug.core.errors import WeightError
-from glowplug.core.facts import TensorFact
+from glowplug.core.facts.model_facts import TensorFact
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_HEADER = 100_000_000  #: bytes; the format's own limit
