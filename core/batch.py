@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from glowplug.core.offers import Mode
+from glowplug.core.plugin.offers import Mode
 from glowplug.core.request import Sequence
 from glowplug.core.segments import DIRECT, Segments
 

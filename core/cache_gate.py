@@ -17,8 +17,8 @@ from torch import Tensor
 from glowplug.core.batch import Batch, shape_of
 from glowplug.core.errors import GlowplugError
 from glowplug.core.facts.kv_layout import KVLayout
-from glowplug.core.offers import Mode
 from glowplug.core.plan import EnginePlan
+from glowplug.core.plugin.offers import Mode
 from glowplug.core.runner import Runner
 
 NARROW = frozenset({"fp8_e4m3", "fp8_e5m2"})  #: cache dtypes that are held to it

@@ -9,11 +9,11 @@ from functools import partial
 
 from glowplug.core import checks_draft, checks_ranks, last_layer_choice
 from glowplug.core.checking import instead, listed, reads, refuse, use_field
-from glowplug.core.component import CONTRACT, Chosen, Component
 from glowplug.core.draft import Draft
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.model_facts import ModelFacts
-from glowplug.core.offers import (
+from glowplug.core.plugin.component import CONTRACT, Chosen, Component
+from glowplug.core.plugin.offers import (
     CARRIED_KINDS,
     AttentionOffers,
     CacheOffers,
@@ -28,8 +28,8 @@ from glowplug.core.offers import (
     SpeculativeOffers,
     WeightOffers,
 )
-from glowplug.core.requirements import installation, missing_packages
-from glowplug.core.slots import SLOTS, Slot
+from glowplug.core.plugin.requirements import installation, missing_packages
+from glowplug.core.plugin.slots import SLOTS, Slot
 from glowplug.core.suggestions import suggestions
 
 #: more checks, which register themselves when they are imported

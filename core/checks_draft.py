@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from glowplug.core.checking import instead, listed, reads, refuse
-from glowplug.core.component import Chosen
 from glowplug.core.draft import Draft
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.model_facts import ModelFacts
-from glowplug.core.offers import ModelOffers, SpeculativeOffers, WeightOffers
+from glowplug.core.plugin.component import Chosen
+from glowplug.core.plugin.offers import ModelOffers, SpeculativeOffers, WeightOffers
 
 FOLDER = "speculative.draft_model"
 EXPORT = "glowplug export-nextn writes one from the model's own checkpoint"

@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from glowplug.core.checking import instead, reads, refuse
-from glowplug.core.component import Chosen
 from glowplug.core.draft import Draft
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.mesh import OVER_TP
-from glowplug.core.offers import CollectiveOffers, ExecutorOffers, ParallelOffers
+from glowplug.core.plugin.component import Chosen
+from glowplug.core.plugin.offers import CollectiveOffers, ExecutorOffers, ParallelOffers
 
 ORDER = ("tp", "ep", "dp")  #: of axes in ``[[parallel]]``: later strategies refine what earlier ones split
 

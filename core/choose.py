@@ -11,16 +11,16 @@ from pydantic import ValidationError
 
 from glowplug.core.checking import run_checks, use_field
 from glowplug.core.checks import component_checks, provider_checks
-from glowplug.core.component import CONTRACT, Chosen, Component, Options
 from glowplug.core.draft import Draft, chosen_of, options_of
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.model_facts import HardwareFacts
 from glowplug.core.last_layer_choice import choose_last_layer
-from glowplug.core.offers import FLOAT_DTYPES, ModelOffers, ParallelOffers
-from glowplug.core.options import SpeculativeOptions
-from glowplug.core.plugin_loading import Registration
-from glowplug.core.requirements import missing_packages
-from glowplug.core.slots import SLOTS, Slot
+from glowplug.core.plugin.component import CONTRACT, Chosen, Component, Options
+from glowplug.core.plugin.loading import Registration
+from glowplug.core.plugin.offers import FLOAT_DTYPES, ModelOffers, ParallelOffers
+from glowplug.core.plugin.options import SpeculativeOptions
+from glowplug.core.plugin.requirements import missing_packages
+from glowplug.core.plugin.slots import SLOTS, Slot
 
 #: how to write the plugin that an unknown architecture needs
 FAMILY_GUIDE = "docs/writing-a-plugin.md#a-model-family"

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, cast
 import msgspec
 from pydantic import Field, ValidationError, create_model
 
-from glowplug.core.component import CheckContext, Options
 from glowplug.core.config_errors import Explained, explain, unwritable, without_use
 from glowplug.core.errors import Refusal
-from glowplug.core.options import (
+from glowplug.core.plugin.component import CheckContext, Options
+from glowplug.core.plugin.options import (
     OPTION_BASES,
     AttentionOptions,
     CacheOptions,
@@ -38,10 +38,10 @@ from glowplug.core.options import (
     SpeculativeOptions,
     WeightOptions,
 )
-from glowplug.core.slots import SLOTS, Slot
+from glowplug.core.plugin.slots import SLOTS, Slot
 
 if TYPE_CHECKING:
-    from glowplug.core.plugins import PluginSet
+    from glowplug.core.plugin.registry import PluginSet
 
 SECRETS = frozenset({"server.api_key", "server.admin_api_key"})  #: shown as ***
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import BaseModel
 
 from glowplug.core.errors import Refusal
-from glowplug.core.slots import SLOTS, Slot
+from glowplug.core.plugin.slots import SLOTS, Slot
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-    from glowplug.core.plugins import PluginSet
+    from glowplug.core.plugin.registry import PluginSet
 
 _BY_SECTION = {slot.section: slot for slot in SLOTS if slot.section}
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from glowplug.core.component import Options
 from glowplug.core.errors import ConfigError, Refusal
-from glowplug.core.options import OPTION_BASES
+from glowplug.core.plugin.component import Options
+from glowplug.core.plugin.options import OPTION_BASES
 
 if TYPE_CHECKING:
-    from glowplug.core.plugins import PluginSet
+    from glowplug.core.plugin.registry import PluginSet
 
 MAX_BYTES = 4 << 20  #: of a configuration file
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")

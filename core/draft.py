@@ -7,18 +7,18 @@ from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from glowplug.core.component import CheckContext, Chosen, Component, Options
 from glowplug.core.config import EngineConfig, Parsed
 from glowplug.core.config_errors import place
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.model_facts import Facts
 from glowplug.core.facts.weight_classes import Tally
-from glowplug.core.options import Section
 from glowplug.core.plan import Decision
-from glowplug.core.slots import BY_NAME, SLOTS, Slot
+from glowplug.core.plugin.component import CheckContext, Chosen, Component, Options
+from glowplug.core.plugin.options import Section
+from glowplug.core.plugin.slots import BY_NAME, SLOTS, Slot
 
 if TYPE_CHECKING:
-    from glowplug.core.plugins import PluginSet
+    from glowplug.core.plugin.registry import PluginSet
 
 STEP_SLOTS = tuple(slot for slot in SLOTS if slot.step)
 SHAPES_STEPS = frozenset({"", "speculative", "graphs", "parallel"})  #: which modes run, and which are captured

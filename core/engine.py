@@ -31,8 +31,8 @@ from glowplug.core.messages import (
     encode_turn,
 )
 from glowplug.core.observe import PrefillTimer, StepObserver, StepTimer
-from glowplug.core.offers import Mode
 from glowplug.core.parallel_stack import ParallelStack
+from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Collectives, Scheduler
 from glowplug.core.rank_controls import ControlHandler, RankControls
 from glowplug.core.request import Sequence

@@ -15,7 +15,7 @@ import glowplug
 from glowplug.core.config import SECRETS, EngineConfig
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.plan import Choice, EnginePlan
-from glowplug.core.slots import BY_NAME
+from glowplug.core.plugin.slots import BY_NAME
 
 DIGITS = 16
 DECIDED = frozenset({"model", "dtype", "device", "seed", "context_length"})  #: what the plan itself has a value of

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glowplug.core.batch import Batch, Ends
-from glowplug.core.offers import Mode
+from glowplug.core.plugin.offers import Mode
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from glowplug.core.checking import reads
 from glowplug.core.draft import Draft
 from glowplug.core.errors import Refusal
-from glowplug.core.offers import ModelOffers
+from glowplug.core.plugin.offers import ModelOffers
 
 FIELD = "scheduler.last_layer"
 

@@ -16,9 +16,9 @@ from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.facts.weight_classes import Tally
 from glowplug.core.memory.graph_bytes import extend_tokens, pass_tokens, short_steps
 from glowplug.core.memory.step_bytes import RESERVED, workspace_lines
-from glowplug.core.offers import AttentionOffers, CollectiveOffers, QuantizationOffers, SpeculativeOffers
-from glowplug.core.options import QuantizationOptions
 from glowplug.core.plan import BudgetLine, Sizes
+from glowplug.core.plugin.offers import AttentionOffers, CollectiveOffers, QuantizationOffers, SpeculativeOffers
+from glowplug.core.plugin.options import QuantizationOptions
 from glowplug.core.rank_bytes import Storage, weights_by_rank
 
 GIB = 1 << 30

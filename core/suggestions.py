@@ -6,11 +6,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from glowplug.core.component import CheckContext, Chosen, Component, Options
 from glowplug.core.draft import Draft, chosen_of, options_of
 from glowplug.core.errors import Refusal
-from glowplug.core.requirements import missing_packages
-from glowplug.core.slots import BY_NAME, Slot
+from glowplug.core.plugin.component import CheckContext, Chosen, Component, Options
+from glowplug.core.plugin.requirements import missing_packages
+from glowplug.core.plugin.slots import BY_NAME, Slot
 
 
 def suggestions(draft: Draft, slot: str, fits: Callable[[Any], bool]) -> list[str]:

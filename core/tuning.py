@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from glowplug.core.offers import QuantizationOffers
+from glowplug.core.plugin.offers import QuantizationOffers
 
 if TYPE_CHECKING:
     from glowplug.core.plan import EnginePlan
-    from glowplug.core.plugins import PluginSet
+    from glowplug.core.plugin.registry import PluginSet
     from glowplug.core.protocols import ExpertsShape, LinearShape, QuantizationScheme
 
 Log = Callable[[str], None]

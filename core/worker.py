@@ -21,10 +21,10 @@ from glowplug.core.loading import load_model
 from glowplug.core.memory.allocator import PageAllocator
 from glowplug.core.memory.measure import memory_now
 from glowplug.core.memory.segments import use_segments
-from glowplug.core.offers import QuantizationOffers
 from glowplug.core.parallel_stack import ParallelStack
 from glowplug.core.plan import Choice, EnginePlan
-from glowplug.core.plugins import PluginSet
+from glowplug.core.plugin.offers import QuantizationOffers
+from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.profiling import Profiler, step_phases
 from glowplug.core.protocols import Model, QuantizationScheme, Scheduler, Worker
 from glowplug.core.rank_controls import ControlHandler

@@ -16,7 +16,7 @@ from typing import Any
 
 from glowplug.core.errors import PlanRefused, Refusal
 from glowplug.core.facts.machine import read_sheet
-from glowplug.core.plugins import PluginSet
+from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.resolve import plan as make_plan
 
 SHEETS = ("cpu", "1xh200", "8xh200")

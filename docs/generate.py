@@ -19,11 +19,12 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT), str(DOCS)]
 
 import combinations  # noqa: E402
 
-from glowplug.core import hookspecs, protocols  # noqa: E402
+from glowplug.core import protocols  # noqa: E402
 from glowplug.core.config import EngineConfig  # noqa: E402
-from glowplug.core.options import OPTION_BASES, LogOptions, MemoryOptions, MetricsOptions, ServerOptions  # noqa: E402
-from glowplug.core.plugins import DEFAULT_PLUGINS, PluginSet, load_plugins  # noqa: E402
-from glowplug.core.slots import SLOTS, Slot  # noqa: E402
+from glowplug.core.plugin import hookspecs  # noqa: E402
+from glowplug.core.plugin.options import OPTION_BASES, LogOptions, MemoryOptions, MetricsOptions, ServerOptions  # noqa: E402
+from glowplug.core.plugin.registry import DEFAULT_PLUGINS, PluginSet, load_plugins  # noqa: E402
+from glowplug.core.plugin.slots import SLOTS, Slot  # noqa: E402
 from tests.demo_environment import glowplug  # noqa: E402
 from tests.tiny import CONFIGS  # noqa: E402
 
@@ -89,7 +90,7 @@ def protocol_entry(slot: Slot) -> str:
 def hooks_page() -> str:
     parts = [NOTICE, "# Hooks and protocols\n",
              "A plugin is a Python module (or any object) whose functions carry `@hookimpl` from "
-             "`glowplug.core.hookspecs`. Hooks run while the engine is configured, planned, started and stopped, and "
+             "`glowplug.core.plugin.hookspecs`. Hooks run while the engine is configured, planned, started and stopped, and "
              "never while a token is served. A hook may be implemented with a subset of its arguments.\n",
              "Registration hooks return a list of `Component`; they must not import torch.\n"]
     for phase, hooks in phases():

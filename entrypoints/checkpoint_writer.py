@@ -19,7 +19,7 @@ from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.facts.model_facts import HardwareFacts, ModelFacts, TensorFact
 from glowplug.core.facts.safetensors_header import INDEX_NAME
 from glowplug.core.plan import EnginePlan
-from glowplug.core.plugins import PluginSet, load_plugins
+from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.protocols import WeightSource, WeightTarget, Worker
 from glowplug.core.resolve import plan as make_plan
 from glowplug.core.worker import build_context

@@ -82,7 +82,7 @@ def _plugin_command(name: str, words: Sequence[str]) -> int:
     """A command that a plugin adds by ``extend_cli``: its parser sets ``run`` to a function of the parsed options."""
     import difflib
 
-    from glowplug.core.plugins import load_plugins
+    from glowplug.core.plugin.registry import load_plugins
 
     parser = Parser(prog="glowplug")
     commands = parser.add_subparsers(dest="command", parser_class=Parser)

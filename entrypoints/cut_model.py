@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from glowplug.core.plugins import PluginSet
+from glowplug.core.plugin.registry import PluginSet
 
 SHAPES = Path(__file__).resolve().parents[1] / "models" / "shapes"
 ALIASES = {"v2lite": "deepseek-v2-lite", "v3": "deepseek-v3", "v3slice": "deepseek-v3-slice"}

@@ -8,9 +8,9 @@ import time
 from types import FrameType
 
 from glowplug.core.errors import EngineDead, EngineStopped, PlanRefused
-from glowplug.core.options import ServerOptions
 from glowplug.core.plan import EnginePlan
-from glowplug.core.plugins import PluginSet
+from glowplug.core.plugin.options import ServerOptions
+from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.protocols import Executor
 from glowplug.entrypoints import exit_codes
 

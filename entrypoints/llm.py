@@ -13,7 +13,7 @@ from typing import Any
 from glowplug.core.errors import EngineDead, RequestError
 from glowplug.core.messages import Abort, Control, Logprobs, Reply, decode_outbound, encode
 from glowplug.core.plan import EnginePlan
-from glowplug.core.plugins import load_plugins
+from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.request import SamplingParams
 from glowplug.core.resolve import plan as make_plan
 from glowplug.entrypoints import inputs

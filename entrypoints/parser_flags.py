@@ -6,9 +6,9 @@ import copy
 from glowplug.core.config import canonical
 from glowplug.core.configfile import Layer
 from glowplug.core.errors import Refusal
-from glowplug.core.offers import OutputOffers
-from glowplug.core.plugins import PluginSet
-from glowplug.core.slots import SLOTS
+from glowplug.core.plugin.offers import OutputOffers
+from glowplug.core.plugin.registry import PluginSet
+from glowplug.core.plugin.slots import SLOTS
 from glowplug.entrypoints.parallel_flags import reorder
 
 FLAG = "--tool-call-parser"

@@ -3,10 +3,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from glowplug.core.component import CheckContext, Component, Options
 from glowplug.core.errors import Refusal
-from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import ModelOffers
+from glowplug.core.plugin.component import CheckContext, Component, Options
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.offers import ModelOffers
 from glowplug.models.deepseek_config import TOPK_METHODS, topk_method
 
 #: rope scalings and what each must state

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from glowplug.core.errors import ConfigError, Refusal
-from glowplug.core.hookspecs import hookimpl
+from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.plugins.config_lines import json_lines, toml_lines
 
 MAX_KEYS = 10_000  #: of a YAML file with its aliases expanded

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.facts.model_folder import model_facts, normalise, read_folder, read_json
-from glowplug.core.hookspecs import hookimpl
+from glowplug.core.plugin.hookspecs import hookimpl
 
 
 @hookimpl(trylast=True)

@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 from glowplug.core.batch import Batch
-from glowplug.core.hookspecs import hookimpl
 from glowplug.core.messages import StepOutput
+from glowplug.core.plugin.hookspecs import hookimpl
 
 gained: dict[int, list[int]] = {}  #: sequence id -> tokens of each committed step
 

@@ -9,9 +9,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from glowplug.core.component import Component
-from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import WeightOffers
+from glowplug.core.plugin.component import Component
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.offers import WeightOffers
 from glowplug.plugins.weights.random import RandomOptions
 
 

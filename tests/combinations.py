@@ -26,7 +26,7 @@ import torch
 
 from glowplug.core.errors import PlanRefused
 from glowplug.core.messages import Abort, Submit, packed_ids
-from glowplug.core.plugins import PluginSet, load_plugins
+from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.request import SamplingParams
 from glowplug.core.testing.drive import Collected
 from glowplug.core.testing.ranks import THREADS, RankSet, rank_plan

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from glowplug import PlanRefused
-from glowplug.core.plugins import PluginSet
+from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.resolve import plan as make_plan
 from tests.tiny import CONFIGS
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from glowplug import LLM, SamplingParams
-from glowplug.core.plugins import load_plugins
+from glowplug.core.plugin.registry import load_plugins
 from tests.gpu_cells import AGREEING, DENSE, KINDS, KV_TOKENS, VOCAB, Cell, admitted, matrix, pairwise, write_models
 from tests.gpu_record import left_by
 

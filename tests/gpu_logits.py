@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from glowplug import LLM, PlanRefused, SamplingParams
-from glowplug.core.plugins import load_plugins
+from glowplug.core.plugin.registry import load_plugins
 from glowplug.entrypoints.cut_model import model_config, write_cut
 from tests.gates import Choices, Watch, flips
 from tests.teacher_runtime import SCRIPTS, SEEN, score_prompts

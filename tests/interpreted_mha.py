@@ -3,10 +3,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from glowplug.core.component import Component
-from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import EVERY_MODE_GRAPH, AttentionOffers
-from glowplug.core.options import AttentionOptions
+from glowplug.core.plugin.component import Component
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, AttentionOffers
+from glowplug.core.plugin.options import AttentionOptions
 
 
 class InterpretedMhaOptions(AttentionOptions):

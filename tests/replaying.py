@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from glowplug.core.component import Component
-from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import GraphOffers
+from glowplug.core.plugin.component import Component
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.offers import GraphOffers
 from glowplug.plugins.graphs.cuda_graph import CudaGraphOptions
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from glowplug.core.component import Component
-from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import EVERY_MODE_EAGER, AttentionOffers
+from glowplug.core.plugin.component import Component
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.offers import EVERY_MODE_EAGER, AttentionOffers
 from glowplug.plugins.attention.torch_mla import TorchMlaOptions
 
 KEYS = 24

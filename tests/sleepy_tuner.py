@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from glowplug.core.hookspecs import hookimpl
+from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.tuning import LayerShapes, Log, Tuner, TuneTable
 
 SECONDS = 0.05  #: a measurement

@@ -11,9 +11,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from glowplug.core.component import Component
-from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import EVERY_MODE_EAGER, AttentionOffers, QuantizationOffers, SamplerOffers
+from glowplug.core.plugin.component import Component
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.offers import EVERY_MODE_EAGER, AttentionOffers, QuantizationOffers, SamplerOffers
 from glowplug.plugins.attention.torch_mla import TorchMlaOptions
 from glowplug.plugins.quantization.block_fp8 import BlockFp8Options
 from glowplug.plugins.sampling.torch_sampler import TorchSamplerOptions

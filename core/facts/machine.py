@@ -16,7 +16,7 @@ import msgspec
 
 from glowplug.core.errors import FactsError
 from glowplug.core.facts.model_facts import DeviceFacts, HardwareFacts, SoftwareFacts
-from glowplug.core.requirements import normalised
+from glowplug.core.plugin.requirements import normalised
 
 SHEETS = Path(__file__).absolute().parent / "sheets"
 FORMER_KEYS = {"interconnect"}  #: of sheets: they may say it, and nothing depends on it

@@ -8,9 +8,9 @@ from glowplug.core.draft import Draft
 from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.facts.parameters import stated
-from glowplug.core.offers import AttentionOffers, Mode
-from glowplug.core.options import GraphOptions
 from glowplug.core.plan import BudgetLine
+from glowplug.core.plugin.offers import AttentionOffers, Mode
+from glowplug.core.plugin.options import GraphOptions
 
 MIB = 1 << 20
 PAGE = 64  #: tokens a page, near enough for what page tables take

@@ -10,9 +10,9 @@ from glowplug.core.facts.mesh import axis_size
 from glowplug.core.facts.parameters import stated
 from glowplug.core.memory.graph_bytes import graph_line
 from glowplug.core.memory.layer_bytes import LayerBytes, StepTokens
-from glowplug.core.memory.work import DecodingRows
-from glowplug.core.offers import AttentionOffers, SamplerOffers
 from glowplug.core.plan import BudgetLine
+from glowplug.core.plugin.byte_costs import DecodingRows
+from glowplug.core.plugin.offers import AttentionOffers, SamplerOffers
 
 MIB = 1 << 20
 CUDA_RUNTIME = 736 * MIB  #: CUDA context, code of the kernels, libraries' workspaces

@@ -20,10 +20,10 @@ from glowplug.core.build import BuildContext
 from glowplug.core.facts.model_facts import ModelFacts, TensorFact
 from glowplug.core.loading import load_model
 from glowplug.core.memory.pool import KVPool
-from glowplug.core.offers import Mode
 from glowplug.core.parallel_stack import ParallelStack
 from glowplug.core.plan import EnginePlan
-from glowplug.core.plugins import PluginSet, load_plugins
+from glowplug.core.plugin.offers import Mode
+from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.protocols import AttentionBackend, Limits, Model, WeightTarget, Worker
 from glowplug.core.testing.plans import bare_plan
 

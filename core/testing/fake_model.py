@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from glowplug.core.batch import Batch, PromptLogprobs, StepResult
 from glowplug.core.memory.allocator import PageAllocator
-from glowplug.core.offers import Mode
+from glowplug.core.plugin.offers import Mode
 from glowplug.core.request import SamplingParams
 from glowplug.core.rows import SequenceTable
 

@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from pydantic import create_model
 
-from glowplug.core.component import Component, Options
-from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import ModelOffers, Offers, QuantizationOffers
-from glowplug.core.options import OPTION_BASES
+from glowplug.core.plugin.component import Component, Options
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.offers import ModelOffers, Offers, QuantizationOffers
+from glowplug.core.plugin.options import OPTION_BASES
 
 WIDTHS = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
 

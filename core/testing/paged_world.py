@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from glowplug.core.batch import Batch
-from glowplug.core.offers import Mode
+from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Limits
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from glowplug.core.batch import NO_WORK, StepShape, idle_batch
-from glowplug.core.offers import Mode
+from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Collectives, ParallelStrategy, Shard
 
 CUT = ("column", "row", "vocab", "heads", "experts", "expert_width")  #: roles whose parts are disjoint

@@ -23,7 +23,7 @@ from glowplug.core.engine import Engine
 from glowplug.core.errors import CollectiveError
 from glowplug.core.messages import Control, Inbound, Outbound, Reply, Stats, StepOutput, Submit, encode, packed_ids
 from glowplug.core.plan import EnginePlan
-from glowplug.core.plugins import PluginSet, load_plugins, load_plugins_for
+from glowplug.core.plugin.registry import PluginSet, load_plugins, load_plugins_for
 from glowplug.core.request import SamplingParams
 from glowplug.core.resolve import plan as make_plan
 from glowplug.core.testing.drive import Collected, collect

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from glowplug.core.batch import Batch
-from glowplug.core.offers import Mode
+from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Limits, Sampled, Sampler
 from glowplug.core.request import SamplingParams
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from glowplug.core.batch import Accepted, Batch
-from glowplug.core.offers import Mode
+from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Limits, Sampled, SpeculativeAlgorithm
 from glowplug.core.request import SamplingParams
 

@@ -21,9 +21,9 @@ from glowplug.core.layers.module import Module
 from glowplug.core.layers.moe import Gate
 from glowplug.core.loading import load_model
 from glowplug.core.memory.pool import KVPool
-from glowplug.core.offers import Mode
 from glowplug.core.plan import EnginePlan
-from glowplug.core.plugins import PluginSet
+from glowplug.core.plugin.offers import Mode
+from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.protocols import Limits, WeightTarget
 from glowplug.core.request import SamplingParams
 from glowplug.core.worker import build_context, make_worker

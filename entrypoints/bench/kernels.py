@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from glowplug.core.component import Component
 from glowplug.core.errors import ConfigError, GlowplugError, PlanRefused
-from glowplug.core.offers import AttentionOffers
-from glowplug.core.plugins import PluginSet, load_plugins
+from glowplug.core.plugin.component import Component
+from glowplug.core.plugin.offers import AttentionOffers
+from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.resolve import plan as make_plan
 from glowplug.entrypoints.bench import report
 from glowplug.entrypoints.bench.conditions import conditions

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _positions(model: str, extra: list[str]) -> int:
     """The longest sequence the model was made for."""
-    from glowplug.core.plugins import load_plugins
+    from glowplug.core.plugin.registry import load_plugins
 
     return load_plugins(extra=extra).read_model(str(model)).facts.max_positions
 

@@ -138,7 +138,7 @@ def merged(one: Points, other: Points) -> Points:
 
 def with_floors(ours: Points, path: Path, model_path: str, card_name: str) -> Points:
     """``ours``, read from ``path``, with the floors of its serving points. ValueError for an unknown card."""
-    from glowplug.core.plugins import load_plugins
+    from glowplug.core.plugin.registry import load_plugins
 
     card = measured_card(card_name)
     model = load_plugins().read_model(model_path).facts

@@ -17,7 +17,7 @@ from pathlib import Path
 from glowplug import __version__
 from glowplug.core.errors import GlowplugError
 from glowplug.core.facts.model_facts import ModelFacts
-from glowplug.core.plugins import load_plugins
+from glowplug.core.plugin.registry import load_plugins
 from glowplug.entrypoints.bench import peers, report
 from glowplug.entrypoints.bench.conditions import conditions_apart
 from glowplug.entrypoints.bench.floor import measured_card

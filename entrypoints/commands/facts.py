@@ -6,7 +6,7 @@ import argparse
 import msgspec
 
 from glowplug.core.facts.machine import own_sheet
-from glowplug.core.plugins import load_plugins
+from glowplug.core.plugin.registry import load_plugins
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

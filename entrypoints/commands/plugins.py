@@ -7,8 +7,8 @@ from typing import Any
 
 from glowplug.core.choose import unavailable
 from glowplug.core.facts.machine import this_machine
-from glowplug.core.plugins import PluginSet, load_plugins
-from glowplug.core.slots import SLOTS
+from glowplug.core.plugin.registry import PluginSet, load_plugins
+from glowplug.core.plugin.slots import SLOTS
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from glowplug.core.plugins import load_plugins
+from glowplug.core.plugin.registry import load_plugins
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 
 from glowplug.core.errors import ConfigError, GlowplugError, PluginLoadError, Refusal
 from glowplug.core.plan import EnginePlan
-from glowplug.core.plugin_loading import import_factory
-from glowplug.core.plugins import PluginSet
+from glowplug.core.plugin.loading import import_factory
+from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.resolve import plan as make_plan
 from glowplug.core.tuning import TableTuner, Tuner, TuneTable, layer_shapes
 from glowplug.entrypoints.cut_model import model_config, write_cut

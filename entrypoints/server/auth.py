@@ -13,7 +13,7 @@ from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute
 
 from glowplug.core.errors import PluginLoadError, RequestError
-from glowplug.core.options import ServerOptions
+from glowplug.core.plugin.options import ServerOptions
 
 
 def _digest(text: str) -> bytes:

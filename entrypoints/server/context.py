@@ -10,8 +10,8 @@ from fastapi import Request
 
 from glowplug.core.errors import RequestError
 from glowplug.core.fingerprint import answers_fingerprint
-from glowplug.core.options import LogOptions, MetricsOptions, ServerOptions
 from glowplug.core.plan import EnginePlan
+from glowplug.core.plugin.options import LogOptions, MetricsOptions, ServerOptions
 from glowplug.core.protocols import OutputParserFactory
 from glowplug.core.tokenizer import Tokenizer
 from glowplug.entrypoints.client import EngineClient

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from glowplug.core.messages import Stats
-from glowplug.core.options import LogOptions
+from glowplug.core.plugin.options import LogOptions
 from glowplug.entrypoints.client import EngineClient
 from glowplug.entrypoints.server.metric_names import hit_rate
 

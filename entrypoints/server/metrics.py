@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from glowplug.core.messages import Stats
-from glowplug.core.options import MetricsOptions
+from glowplug.core.plugin.options import MetricsOptions
 from glowplug.entrypoints.delta import Times
 from glowplug.entrypoints.server.metric_names import (
     BY_GROUP,

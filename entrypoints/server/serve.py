@@ -21,9 +21,9 @@ import uvicorn
 
 from glowplug.core.collecting import settle_memory
 from glowplug.core.errors import GlowplugError, PlanRefused
-from glowplug.core.options import LogOptions, ServerOptions
 from glowplug.core.plan import EnginePlan
-from glowplug.core.plugins import PluginSet
+from glowplug.core.plugin.options import LogOptions, ServerOptions
+from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.protocols import Executor, OutputParserFactory, Worker
 from glowplug.core.tokenizer import Tokenizer
 from glowplug.entrypoints import event_loop, exit_codes

@@ -11,9 +11,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from glowplug.core.component import CheckContext
 from glowplug.core.errors import Refusal
-from glowplug.core.options import AttentionOptions
+from glowplug.core.plugin.component import CheckContext
+from glowplug.core.plugin.options import AttentionOptions
 
 MOST = 64  #: decoding tokens that a program of the kernels for stored blocks holds
 #: heads of a rank -> tokens of a step for which stored blocks were faster on an H200, for W_UK and for W_UV; what was

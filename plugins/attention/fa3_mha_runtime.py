@@ -10,9 +10,9 @@ from sgl_kernel.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcach
 from torch import Tensor
 
 from glowplug.core.batch import Batch
-from glowplug.core.memory.work import DecodingRows
-from glowplug.core.options import AttentionOptions
 from glowplug.core.plan import EnginePlan
+from glowplug.core.plugin.byte_costs import DecodingRows
+from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import Limits, Worker
 from glowplug.plugins.attention.paged_mha import PagedMha
 from glowplug.plugins.attention.slot_buffers import SlotBuffers, decoding_rows

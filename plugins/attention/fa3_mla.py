@@ -3,9 +3,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from glowplug.core.component import Component, Package
-from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
+from glowplug.core.plugin.component import Component, Package
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
 from glowplug.plugins.attention.absorbed import AbsorbedOptions
 from glowplug.plugins.attention.library import HOPPER, SGL_KERNEL, SIXTEEN_BITS, check_kv_is_compute
 from glowplug.plugins.attention.prefill_bytes import mla_bytes

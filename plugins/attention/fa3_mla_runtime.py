@@ -9,9 +9,9 @@ from torch import Tensor
 
 from glowplug.core.batch import Batch
 from glowplug.core.facts.mesh import axis_size
-from glowplug.core.memory.work import DecodingRows
-from glowplug.core.options import AttentionOptions
 from glowplug.core.plan import EnginePlan
+from glowplug.core.plugin.byte_costs import DecodingRows
+from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import Limits, MlaLayer, Worker
 from glowplug.plugins.attention.paged_mla import PagedMla
 from glowplug.plugins.attention.slot_buffers import SlotBuffers, decoding_rows

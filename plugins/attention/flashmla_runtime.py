@@ -8,9 +8,9 @@ from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from torch import Tensor
 
 from glowplug.core.batch import Batch
-from glowplug.core.memory.work import DecodingRows
-from glowplug.core.options import AttentionOptions
 from glowplug.core.plan import EnginePlan
+from glowplug.core.plugin.byte_costs import DecodingRows
+from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import Limits, MlaLayer, Worker
 from glowplug.plugins.attention.fa3_mla_runtime import Fa3Mla
 from glowplug.plugins.attention.table_bytes import slots_bytes

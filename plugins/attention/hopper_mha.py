@@ -3,10 +3,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from glowplug.core.component import Component, Package
-from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
-from glowplug.core.options import AttentionOptions
+from glowplug.core.plugin.component import Component, Package
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
+from glowplug.core.plugin.options import AttentionOptions
 from glowplug.plugins.attention.fa3_mha import DTYPES, check_heads
 from glowplug.plugins.attention.library import HOPPER, SGL_KERNEL
 from glowplug.plugins.attention.prefill_bytes import mha_bytes

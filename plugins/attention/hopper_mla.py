@@ -3,11 +3,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from glowplug.core.component import CheckContext, Component, Package
 from glowplug.core.facts.mesh import axis_size
-from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
 from glowplug.core.plan import Decision
+from glowplug.core.plugin.component import CheckContext, Component, Package
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
 from glowplug.kernels.triton.h200 import SHORT, SHORT_CONTEXT
 from glowplug.plugins.attention.absorbed import AbsorbedOptions
 from glowplug.plugins.attention.flashmla import PAGE

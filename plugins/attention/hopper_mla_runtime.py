@@ -4,9 +4,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from glowplug.core.batch import Batch
-from glowplug.core.memory.work import DecodingRows
-from glowplug.core.options import AttentionOptions
 from glowplug.core.plan import EnginePlan
+from glowplug.core.plugin.byte_costs import DecodingRows
+from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import MlaLayer, Worker
 from glowplug.kernels.fp8 import Blocks
 from glowplug.plugins.attention.flashmla_runtime import FlashMla

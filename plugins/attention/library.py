@@ -3,8 +3,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from glowplug.core.component import Check, CheckContext
 from glowplug.core.errors import Refusal
+from glowplug.core.plugin.component import Check, CheckContext
 from glowplug.kernels import cards
 from glowplug.plugins.attention.absorbed import check_absorbed
 

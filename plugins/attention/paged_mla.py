@@ -14,8 +14,8 @@ from torch import Tensor
 
 from glowplug.core.batch import Batch
 from glowplug.core.facts.kv_layout import KVEntry, KVLayout
-from glowplug.core.options import AttentionOptions
 from glowplug.core.plan import EnginePlan
+from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, RopeRows, Worker
 from glowplug.kernels import merge, mla
 from glowplug.kernels.fp8 import BLOCK, Blocks

@@ -1,7 +1,7 @@
 """What prefill holds beside its queries: the byte budget's view of ``paged_mla`` and ``paged_mha``. No torch."""
 from __future__ import annotations
 
-from glowplug.core.memory.work import SHOWN, AttentionStep
+from glowplug.core.plugin.byte_costs import SHOWN, AttentionStep
 
 EXPANDED_BYTES = 256 << 20  #: keys and values that one call expands from cached latents
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from glowplug.core.memory.work import SHOWN, DecodingRows
 from glowplug.core.plan import EnginePlan
+from glowplug.core.plugin.byte_costs import SHOWN, DecodingRows
 from glowplug.core.protocols import Limits
 
 

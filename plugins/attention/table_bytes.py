@@ -2,7 +2,7 @@
 the largest table takes. The byte budget and the backends' ``reserve`` ask here alike. No torch."""
 from __future__ import annotations
 
-from glowplug.core.memory.work import SHOWN, DecodingRows
+from glowplug.core.plugin.byte_costs import SHOWN, DecodingRows
 
 TILE = 64  #: keys of a tile of FlashAttention-3's kernel for latents, and its most queries of one key head without TMA
 SMALL_PAGE = 64  #: NOTE: pages that hold whole tiles of keys are copied by TMA, past a row's end: see fa3_mla_runtime

@@ -5,10 +5,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from glowplug.core.component import Component
-from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import EVERY_MODE_EAGER, AttentionOffers
-from glowplug.core.options import AttentionOptions
+from glowplug.core.plugin.component import Component
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.offers import EVERY_MODE_EAGER, AttentionOffers
+from glowplug.core.plugin.options import AttentionOptions
 
 
 class TorchMlaOptions(AttentionOptions):

@@ -4,11 +4,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from glowplug.core.component import CheckContext, Component, Package
 from glowplug.core.errors import Refusal
-from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import EVERY_MODE_GRAPH, FLOAT_DTYPES, AttentionOffers
-from glowplug.core.options import AttentionOptions
+from glowplug.core.plugin.component import CheckContext, Component, Package
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, FLOAT_DTYPES, AttentionOffers
+from glowplug.core.plugin.options import AttentionOptions
 from glowplug.kernels.cards import TILES
 from glowplug.plugins.attention.prefill_bytes import mha_bytes
 

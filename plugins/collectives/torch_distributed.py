@@ -5,10 +5,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from glowplug.core.component import OPERATIONAL, Component, Package
-from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import CollectiveOffers
-from glowplug.core.options import CollectivesOptions
+from glowplug.core.plugin.component import OPERATIONAL, Component, Package
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.offers import CollectiveOffers
+from glowplug.core.plugin.options import CollectivesOptions
 
 RUNTIME = "glowplug.plugins.collectives.torch_distributed_runtime"
 

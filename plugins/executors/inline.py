@@ -3,10 +3,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from glowplug.core.component import CheckContext, Component
-from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import ExecutorOffers
-from glowplug.core.options import ExecutorOptions
+from glowplug.core.plugin.component import CheckContext, Component
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.offers import ExecutorOffers
+from glowplug.core.plugin.options import ExecutorOptions
 
 
 class InlineOptions(ExecutorOptions):

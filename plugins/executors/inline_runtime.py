@@ -11,7 +11,7 @@ from glowplug.core.collecting import give_memory_back
 from glowplug.core.errors import EngineDead, GlowplugError
 from glowplug.core.messages import Outbound, Progress, encode
 from glowplug.core.plan import EnginePlan
-from glowplug.core.plugins import load_plugins_for
+from glowplug.core.plugin.registry import load_plugins_for
 from glowplug.core.protocols import Worker
 
 if TYPE_CHECKING:

@@ -5,10 +5,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from glowplug.core.component import Component
-from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import ExecutorOffers
-from glowplug.core.options import ExecutorOptions
+from glowplug.core.plugin.component import Component
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.offers import ExecutorOffers
+from glowplug.core.plugin.options import ExecutorOptions
 
 
 class MultiprocessOptions(ExecutorOptions):

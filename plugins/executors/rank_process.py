@@ -158,7 +158,7 @@ def _die_with_parent() -> None:
 def _build(plan: EnginePlan, rank: int, threads: int | None, link: RankLink, rendezvous: str) -> Engine:
     import torch
 
-    from glowplug.core.plugins import load_plugins_for
+    from glowplug.core.plugin.registry import load_plugins_for
     from glowplug.core.worker import build_rank
 
     if threads is not None:

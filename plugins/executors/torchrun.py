@@ -6,11 +6,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from glowplug.core.component import CheckContext, Component
 from glowplug.core.errors import Refusal
-from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import ExecutorOffers
-from glowplug.core.options import ExecutorOptions
+from glowplug.core.plugin.component import CheckContext, Component
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.offers import ExecutorOffers
+from glowplug.core.plugin.options import ExecutorOptions
 
 
 class TorchrunOptions(ExecutorOptions):

@@ -12,12 +12,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from glowplug.core.component import CheckContext, Component
 from glowplug.core.errors import Refusal
-from glowplug.core.hookspecs import hookimpl
 from glowplug.core.memory.graph_bytes import INSIDE
-from glowplug.core.offers import GraphOffers, Mode
-from glowplug.core.options import GraphOptions
+from glowplug.core.plugin.component import CheckContext, Component
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.offers import GraphOffers, Mode
+from glowplug.core.plugin.options import GraphOptions
 from glowplug.core.sizing import DEFAULTS
 
 NAME = "cuda_graph"

@@ -5,10 +5,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from glowplug.core.component import CheckContext, Component
-from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import GraphOffers
-from glowplug.core.options import GraphOptions
+from glowplug.core.plugin.component import CheckContext, Component
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.offers import GraphOffers
+from glowplug.core.plugin.options import GraphOptions
 
 
 class EagerOptions(GraphOptions):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from glowplug.core.batch import Batch
-from glowplug.core.offers import Mode
+from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Steps
 from glowplug.core.segments import Cut
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from glowplug.core.batch import Batch, StepShape
-from glowplug.core.offers import Mode
 from glowplug.core.plan import Sizes
+from glowplug.core.plugin.offers import Mode
 from glowplug.plugins.graphs.staging import Staging
 
 T = TypeVar("T")

@@ -6,12 +6,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from glowplug.core.component import OPERATIONAL, CheckContext, Component
 from glowplug.core.errors import Refusal
-from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import OpsOffers
-from glowplug.core.options import OpsOptions
-from glowplug.core.requirements import installation
+from glowplug.core.plugin.component import OPERATIONAL, CheckContext, Component
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.offers import OpsOffers
+from glowplug.core.plugin.options import OpsOptions
+from glowplug.core.plugin.requirements import installation
 from glowplug.plugins.ops.torch_ops import TABLE
 
 NAME = "torch_compile"

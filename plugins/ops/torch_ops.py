@@ -3,10 +3,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from glowplug.core.component import Component
-from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import OpsOffers
-from glowplug.core.options import OpsOptions
+from glowplug.core.plugin.component import Component
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.offers import OpsOffers
+from glowplug.core.plugin.options import OpsOptions
 
 TABLE = frozenset({"rms_norm", "add_rms_norm", "silu_and_mul", "rope_table", "rope_at", "rope", "topk_softmax",
                    "topk_sigmoid"})

@@ -3,10 +3,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from glowplug.core.component import Component, Package
-from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import OpsOffers
-from glowplug.core.options import OpsOptions
+from glowplug.core.plugin.component import Component, Package
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.offers import OpsOffers
+from glowplug.core.plugin.options import OpsOptions
 from glowplug.kernels.cards import TRITON
 from glowplug.plugins.ops.torch_ops import TABLE
 

@@ -5,11 +5,11 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from glowplug.core.component import Component
 from glowplug.core.facts.model_facts import Facts
-from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import OutputOffers
-from glowplug.core.options import OutputOptions
+from glowplug.core.plugin.component import Component
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.offers import OutputOffers
+from glowplug.core.plugin.options import OutputOptions
 
 
 class DeepseekR1Options(OutputOptions):

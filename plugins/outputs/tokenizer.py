@@ -4,7 +4,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from glowplug.core.hookspecs import hookimpl
+from glowplug.core.plugin.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from glowplug.core.facts.model_facts import ModelFacts

@@ -6,11 +6,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from glowplug.core.component import CheckContext, Component
 from glowplug.core.errors import Refusal
-from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import ParallelOffers
-from glowplug.core.options import ParallelOptions
+from glowplug.core.plugin.component import CheckContext, Component
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.offers import ParallelOffers
+from glowplug.core.plugin.options import ParallelOptions
 
 NAME = "dp_attention"
 

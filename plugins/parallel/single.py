@@ -5,10 +5,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from glowplug.core.component import Component
-from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import ParallelOffers
-from glowplug.core.options import ParallelOptions
+from glowplug.core.plugin.component import Component
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.offers import ParallelOffers
+from glowplug.core.plugin.options import ParallelOptions
 
 
 class SingleOptions(ParallelOptions):

@@ -6,12 +6,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from glowplug.core.component import CheckContext, Component
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.splits import Split, fitting_sizes, uneven
-from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import ParallelOffers, QuantizationOffers
-from glowplug.core.options import ParallelOptions, QuantizationOptions
+from glowplug.core.plugin.component import CheckContext, Component
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.offers import ParallelOffers, QuantizationOffers
+from glowplug.core.plugin.options import ParallelOptions, QuantizationOptions
 
 NAME = "tensor"
 SHOWN = 4  #: sizes listed in a fix

@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from glowplug.core.component import CheckContext, Component
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.model_facts import ModelFacts, TensorFact
 from glowplug.core.facts.stored_formats import awq_group, quantization_config
-from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import QuantizationOffers
-from glowplug.core.options import QuantizationOptions
+from glowplug.core.plugin.component import CheckContext, Component
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.offers import QuantizationOffers
+from glowplug.core.plugin.options import QuantizationOptions
 from glowplug.plugins.quantization.triton_needed import check_triton
 
 NAME = "awq"

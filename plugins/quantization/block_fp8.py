@@ -6,11 +6,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from glowplug.core.component import CheckContext, Component
 from glowplug.core.errors import Refusal
-from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import QuantizationOffers
-from glowplug.core.options import QuantizationOptions
+from glowplug.core.plugin.component import CheckContext, Component
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.offers import QuantizationOffers
+from glowplug.core.plugin.options import QuantizationOptions
 from glowplug.plugins.quantization.experts_bytes import CAST, DEEP_GEMM, fp8_experts, fp8_turns
 from glowplug.plugins.quantization.triton_needed import check_libraries, check_triton
 

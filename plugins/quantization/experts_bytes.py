@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from glowplug.core.memory.work import SHOWN, ExpertsStep, Work, tiled_rows
+from glowplug.core.plugin.byte_costs import SHOWN, ExpertsStep, Work, tiled_rows
 from glowplug.kernels.cards import HOPPER
 from glowplug.kernels.triton import moe_fp8_tiles, moe_tiles, tuned
 from glowplug.kernels.triton.tuned import Config

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from glowplug.core.component import CheckContext
-from glowplug.core.offers import QuantizationOffers
-from glowplug.core.options import QuantizationOptions
 from glowplug.core.plan import Decision
+from glowplug.core.plugin.component import CheckContext
+from glowplug.core.plugin.offers import QuantizationOffers
+from glowplug.core.plugin.options import QuantizationOptions
 from glowplug.kernels.cards import LIBRARIES as LIBRARY_CARDS, TILES
 from glowplug.kernels.triton import tuned
 from glowplug.plugins.quantization.awq import AwqOptions

@@ -3,9 +3,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from glowplug.core.component import CheckContext, Package
 from glowplug.core.errors import Refusal
-from glowplug.core.requirements import installation, unmet
+from glowplug.core.plugin.component import CheckContext, Package
+from glowplug.core.plugin.requirements import installation, unmet
 from glowplug.kernels.cards import LIBRARIES, TILES
 
 TRITON = Package("triton", ">=3.5")

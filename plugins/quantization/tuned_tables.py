@@ -4,9 +4,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from glowplug.core.component import CheckContext
-from glowplug.core.hookspecs import hookimpl
 from glowplug.core.plan import Decision
+from glowplug.core.plugin.component import CheckContext
+from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.kernels.cards import TILES
 from glowplug.kernels.triton import tuned
 from glowplug.plugins.quantization import experts_order, gemm_order

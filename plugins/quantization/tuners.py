@@ -1,7 +1,7 @@
 """Tuners of the products in Triton: routed experts, block FP8, int8 and int4."""
 from __future__ import annotations
 
-from glowplug.core.hookspecs import hookimpl
+from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.tuning import Tuner
 
 

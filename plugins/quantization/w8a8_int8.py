@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from glowplug.core.component import CheckContext, Component
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.facts.stored_formats import INT8_METHODS, quantization_config
-from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import QuantizationOffers
-from glowplug.core.options import QuantizationOptions
+from glowplug.core.plugin.component import CheckContext, Component
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.offers import QuantizationOffers
+from glowplug.core.plugin.options import QuantizationOptions
 from glowplug.plugins.quantization.experts_bytes import int8_experts
 from glowplug.plugins.quantization.left_alone import EXPRESSION, KEYS
 from glowplug.plugins.quantization.triton_needed import check_libraries, check_triton

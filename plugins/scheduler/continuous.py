@@ -5,10 +5,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from glowplug.core.component import CheckContext, Component
-from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import CacheOffers, SchedulerOffers
-from glowplug.core.options import SchedulerOptions
+from glowplug.core.plugin.component import CheckContext, Component
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.offers import CacheOffers, SchedulerOffers
+from glowplug.core.plugin.options import SchedulerOptions
 
 
 class ContinuousOptions(SchedulerOptions):

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from glowplug.core.batch import Accepted, Batch, StepShape, shape_of
-from glowplug.core.offers import Mode
 from glowplug.core.placement import send, slots_at
+from glowplug.core.plugin.offers import Mode
 
 Ints = NDArray[np.int32]
 FIRST_KEY = 1

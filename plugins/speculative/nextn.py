@@ -10,11 +10,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from glowplug.core.component import CheckContext, Component
 from glowplug.core.errors import Refusal
-from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import EVERY_MODE_GRAPH, SpeculativeOffers
-from glowplug.core.options import SpeculativeOptions
+from glowplug.core.plugin.component import CheckContext, Component
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, SpeculativeOffers
+from glowplug.core.plugin.options import SpeculativeOptions
 
 MOST_STEPS = 15
 

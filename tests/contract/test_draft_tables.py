@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from glowplug.core.component import Component
-from glowplug.core.memory.work import DecodingRows
-from glowplug.core.offers import AttentionOffers
 from glowplug.core.plan import EnginePlan
+from glowplug.core.plugin.byte_costs import DecodingRows
+from glowplug.core.plugin.component import Component
+from glowplug.core.plugin.offers import AttentionOffers
 from glowplug.core.protocols import AttentionBackend, Limits, Worker
 from glowplug.core.testing.build import built_in
 from glowplug.core.testing.paged_world import Row, make_world

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from glowplug.core.batch import Batch, StepShape, idle_batch
-from glowplug.core.component import CheckContext, Chosen
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.mesh import axis_size, coordinates
 from glowplug.core.facts.model_facts import Facts
-from glowplug.core.offers import GraphOffers, Mode, ParallelOffers
-from glowplug.core.options import GraphOptions, ParallelOptions
+from glowplug.core.plugin.component import CheckContext, Chosen
+from glowplug.core.plugin.offers import GraphOffers, Mode, ParallelOffers
+from glowplug.core.plugin.options import GraphOptions, ParallelOptions
 from glowplug.core.protocols import Collectives, ExpertExchange, Worker
 from glowplug.core.testing.parallel_suite import ParallelSuite
 from glowplug.core.testing.plans import bare_plan

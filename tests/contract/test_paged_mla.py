@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from glowplug.core.batch import Batch
-from glowplug.core.options import AttentionOptions
 from glowplug.core.plan import EnginePlan
+from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import AttentionBackend, MlaLayer, Worker
 from glowplug.kernels import mha
 from glowplug.plugins.attention.paged_mla import PagedMla

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from glowplug.core.batch import Accepted, Batch, StepShape
 from glowplug.core.errors import PlanRefused
-from glowplug.core.offers import Mode
 from glowplug.core.placement import slots_at
+from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Limits, Worker
 from glowplug.core.resolve import plan as make_plan
 from glowplug.core.segments import Extension

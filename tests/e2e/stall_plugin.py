@@ -3,10 +3,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from glowplug.core.component import Component
-from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import PolicyOffers, SchedulerOffers, SpeculativeOffers
-from glowplug.core.options import PolicyOptions
+from glowplug.core.plugin.component import Component
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.offers import PolicyOffers, SchedulerOffers, SpeculativeOffers
+from glowplug.core.plugin.options import PolicyOptions
 from glowplug.plugins.scheduler.continuous import ContinuousOptions
 from glowplug.plugins.speculative.nextn import NextNOptions
 from glowplug.plugins.speculative.none import NoSpeculationOptions

@@ -11,7 +11,7 @@ import pytest
 
 from glowplug import LLM, SamplingParams
 from glowplug.core.facts.safetensors_header import read_tensors
-from glowplug.core.plugins import PluginSet, load_plugins
+from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.entrypoints import checkpoint, checkpoint_writer
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from glowplug import SamplingParams
 from glowplug.core.errors import EngineDead, RequestError
-from glowplug.core.plugins import load_plugins
+from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.resolve import plan as make_plan
 from glowplug.entrypoints.client import EngineClient
 from glowplug.entrypoints.launch import start_executor

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from glowplug.core.plugins import load_plugins
+from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.resolve import plan
 from glowplug.entrypoints import client as client_module
 from glowplug.entrypoints.server import main

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from glowplug.core.plugins import PluginSet, load_plugins
+from glowplug.core.plugin.registry import PluginSet, load_plugins
 from tests.gpu_cells import AGREEING, MODELS, Cell, admitted, matrix, named, pairwise, write_models
 from tests.gpu_combinations import Reference, run
 

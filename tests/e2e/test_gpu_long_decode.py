@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from glowplug import LLM, SamplingParams
-from glowplug.core.plugins import load_plugins
+from glowplug.core.plugin.registry import load_plugins
 from glowplug.entrypoints.cut_model import model_config, write_cut
 from glowplug.kernels.triton.h200 import SHORT
 from tests.gpu_logits import TEACHER, reference

@@ -12,8 +12,8 @@ from glowplug import LLM
 from glowplug.core.batch import Batch
 from glowplug.core.engine import Engine
 from glowplug.core.messages import Abort, Control, Inbound, Reply, Stats, StepOutput, Submit
-from glowplug.core.offers import Mode
-from glowplug.core.plugins import PluginSet, load_plugins
+from glowplug.core.plugin.offers import Mode
+from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.runner import InFlight, Runner
 from glowplug.core.testing.ranks import THREADS, RankSet, rank_plan, run_ranks, submit
 from tests.tiny import VOCAB, write_config
@@ -344,7 +344,7 @@ def test_statistics_add_up_over_groups() -> None:
 
 @pytest.fixture
 def scraped() -> Iterator[Any]:
-    from glowplug.core.options import MetricsOptions
+    from glowplug.core.plugin.options import MetricsOptions
     from glowplug.entrypoints.server.metrics import Metrics
 
     groups = [Stats(running=2), Stats(running=5, group=1)]

@@ -17,7 +17,7 @@ from tests.tiny import write_config
 
 PLUGIN = '''
 from pathlib import Path
-from glowplug.core.hookspecs import hookimpl
+from glowplug.core.plugin.hookspecs import hookimpl
 
 LOG = Path(__file__).with_name("calls.txt")
 
@@ -80,7 +80,7 @@ def test_every_hook_fires_once_in_its_phase(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_hook_that_fails_in_a_rank_names_its_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "life_fails.py").write_text(
-        "from glowplug.core.hookspecs import hookimpl\n\n@hookimpl\ndef worker_started(worker):\n    1 / 0\n")
+        "from glowplug.core.plugin.hookspecs import hookimpl\n\n@hookimpl\ndef worker_started(worker):\n    1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
     folder = write_config(tmp_path / "model", "llama")

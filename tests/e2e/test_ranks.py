@@ -13,10 +13,10 @@ from glowplug import LLM, SamplingParams
 from glowplug.core.batch import Batch, StepShape
 from glowplug.core.engine import Engine
 from glowplug.core.messages import Finished, Outbound, StepOutput, Submit, encode, packed_ids
-from glowplug.core.offers import Mode
 from glowplug.core.parallel_stack import ParallelStack
 from glowplug.core.plan import EnginePlan
-from glowplug.core.plugins import PluginSet, load_plugins
+from glowplug.core.plugin.offers import Mode
+from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.request import SamplingParams as Params
 from glowplug.core.resolve import plan as make_plan
 from glowplug.core.worker import build_rank
@@ -149,10 +149,10 @@ def test_an_idle_rank_steps_with_the_others(tmp_path: Path, plugins: PluginSet, 
 
 DRAFTER = '''
 from typing import Literal
-from glowplug.core.component import Component
-from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import SpeculativeOffers
-from glowplug.core.options import SpeculativeOptions
+from glowplug.core.plugin.component import Component
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.offers import SpeculativeOffers
+from glowplug.core.plugin.options import SpeculativeOptions
 
 class Options(SpeculativeOptions):
     use: Literal["scores"] = "scores"

@@ -10,7 +10,7 @@ import pytest
 
 from glowplug import LLM, SamplingParams
 from glowplug.core.messages import Submit
-from glowplug.core.plugins import PluginSet, load_plugins
+from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.testing.drive import Collected
 from glowplug.core.testing.ranks import THREADS, RankSet, rank_plan, run_ranks, submit
 from tests.e2e.stall_runtime import BARREN, HELD

@@ -8,8 +8,8 @@ import pytest
 
 from glowplug import LLM, SamplingParams
 from glowplug.core.batch import Batch
-from glowplug.core.offers import Mode
 from glowplug.core.plan import Sizes
+from glowplug.core.plugin.offers import Mode
 from glowplug.core.runner import InFlight, Runner
 from glowplug.core.warmup import BETWEEN, WHOLE, counts_between, steps_between
 from tests.tiny import write_config

@@ -10,7 +10,7 @@ import pluggy
 import pytest
 
 from glowplug import LLM, SamplingParams
-from glowplug.core.plugins import PluginSet
+from glowplug.core.plugin.registry import PluginSet
 from tests.tiny import write_config
 
 TOKENS = 100

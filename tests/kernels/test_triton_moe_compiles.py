@@ -10,7 +10,7 @@ from tests import uninterpreted
 
 pytest.importorskip("triton")
 
-from glowplug.core.memory.work import ExpertsStep
+from glowplug.core.plugin.byte_costs import ExpertsStep
 from glowplug.kernels.triton import moe_tiles, moe_tuning, tuned
 from glowplug.kernels.triton.moe_align import max_blocks
 from glowplug.kernels.triton.moe_tiles import Problem

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from glowplug import LLM, SamplingParams
 from glowplug.core.errors import PlanRefused
-from glowplug.core.plugins import PluginSet, load_plugins
+from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.protocols import LinearShape, Worker
 from glowplug.core.resolve import plan as make_plan
 from glowplug.core.testing.build import DictSource, Stepper, build_model, make, plan_for

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from glowplug.core.component import CheckContext, Chosen
+from glowplug.core.plugin.component import CheckContext, Chosen
 from glowplug.plugins.attention.absorbed import MOST, check_absorbed, stored_is_faster
 from glowplug.plugins.attention.triton_mla import TritonMlaOptions
 from glowplug.plugins.quantization.block_fp8 import BlockFp8Options, register_quantization_schemes

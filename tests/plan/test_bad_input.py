@@ -15,7 +15,7 @@ from glowplug.core.errors import PlanRefused, Refusal
 from glowplug.core.facts.machine import read_sheet
 from glowplug.core.facts.model_facts import DeviceFacts, HardwareFacts
 from glowplug.core.plan import Decision, EnginePlan
-from glowplug.core.plugins import load_plugins
+from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.resolve import plan as make_plan
 from glowplug.core.testing.fakes import write_model
 from glowplug.kernels.triton import tuned

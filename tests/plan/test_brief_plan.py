@@ -12,7 +12,7 @@ import pytest
 from glowplug.core.facts.machine import read_sheet
 from glowplug.core.plan import EnginePlan
 from glowplug.core.plan_table import render, rows
-from glowplug.core.plugins import PluginSet
+from glowplug.core.plugin.registry import PluginSet
 from tests.plan.conftest import Planner
 from tests.plan.test_credit import PACKAGES, written_sheet
 from tests.plan.test_flags import given

@@ -12,8 +12,8 @@ import pytest
 from glowplug import __version__
 from glowplug.core.facts.model_facts import DeviceFacts, HardwareFacts, SoftwareFacts
 from glowplug.core.facts.model_folder import embedded_path
-from glowplug.core.plugins import DEFAULT_PLUGINS, PluginSet
-from glowplug.core.slots import SLOTS
+from glowplug.core.plugin.registry import DEFAULT_PLUGINS, PluginSet
+from glowplug.core.plugin.slots import SLOTS
 from glowplug.entrypoints.bench import COMMANDS as BENCHES
 from glowplug.entrypoints.checkpoint import COMMANDS as CHECKPOINTS
 from glowplug.entrypoints.cli import COMMANDS, main
@@ -209,7 +209,7 @@ def test_a_plugin_that_fails_ends_with_2(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_plugin_adds_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                  capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "greeter_plugin.py").write_text(
-        "from glowplug.core.hookspecs import hookimpl\n\n@hookimpl\ndef extend_cli(commands):\n"
+        "from glowplug.core.plugin.hookspecs import hookimpl\n\n@hookimpl\ndef extend_cli(commands):\n"
         "    parser = commands.add_parser('greet')\n    parser.add_argument('--name')\n"
         "    parser.set_defaults(run=lambda args: print('hello', args.name) or 7)\n")
     info = tmp_path / "greeter-1.0.dist-info"

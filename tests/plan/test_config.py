@@ -9,7 +9,7 @@ import pytest
 
 from glowplug.core.configfile import Layer, merge, read_config, set_path
 from glowplug.core.errors import ConfigError, PlanRefused
-from glowplug.core.plugins import PluginSet
+from glowplug.core.plugin.registry import PluginSet
 
 # ---- keys and values ------------------------------------------------------------------------------------------------
 

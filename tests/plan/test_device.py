@@ -10,7 +10,7 @@ import pytest
 from glowplug.core.errors import PlanRefused, Refusal
 from glowplug.core.facts.machine import read_sheet
 from glowplug.core.facts.model_facts import HardwareFacts
-from glowplug.core.plugins import PluginSet, load_plugins
+from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.resolve import plan
 
 CUDA = {"model": "embedded", "device": "cuda"}
@@ -58,7 +58,7 @@ def test_a_cpu_build_of_torch_has_no_cuda_device(plugins: PluginSet) -> None:
 
 def test_a_plugin_may_refuse_every_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpu: HardwareFacts) -> None:
     (tmp_path / "no_device_of_a_test.py").write_text(
-        "from glowplug.core.errors import Refusal\nfrom glowplug.core.hookspecs import hookimpl\n\n@hookimpl\n"
+        "from glowplug.core.errors import Refusal\nfrom glowplug.core.plugin.hookspecs import hookimpl\n\n@hookimpl\n"
         "def check_plan(context):\n    return [Refusal('test', 'device', 'not today', 'tomorrow')]\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     plugins = load_plugins(["no_device_of_a_test"], entry_points=False)

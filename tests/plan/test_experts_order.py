@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from glowplug.core.plugins import PluginSet
+from glowplug.core.plugin.registry import PluginSet
 from tests.tiny import write_config
 from tests.traced_memory import planned, plugins_of_the_card, written
 

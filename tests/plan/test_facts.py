@@ -17,7 +17,7 @@ from glowplug.core.facts.model_facts import Facts, HardwareFacts, ModelFacts
 from glowplug.core.facts.model_folder import locate_model, normalise, read_folder
 from glowplug.core.facts.parameters import count_parameters
 from glowplug.core.facts.weight_classes import tally
-from glowplug.core.plugins import PluginSet
+from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.testing.fakes import TINY_LLAMA, TINY_V3, write_model
 
 

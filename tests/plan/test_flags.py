@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from glowplug.core.errors import PlanRefused
-from glowplug.core.plugins import PluginSet
+from glowplug.core.plugin.registry import PluginSet
 from glowplug.entrypoints.flag_table import FLAGS, MOOT, byte_count, text_list
 from glowplug.entrypoints.flags import Given, Parser, add_engine_options, command_line_layer, literal, read_command_line
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from glowplug.core.errors import PlanRefused
-from glowplug.core.plugins import PluginSet
+from glowplug.core.plugin.registry import PluginSet
 from glowplug.entrypoints.flag_table import ALWAYS, FLAGS, byte_count
 from glowplug.entrypoints.flags import Given, Parser, add_engine_options, read_command_line
 from glowplug.entrypoints.foreign_flags import BOTH, INSTEAD, SGLANG, VLLM, unsupported

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from glowplug.core.plugins import PluginSet
+from glowplug.core.plugin.registry import PluginSet
 from glowplug.entrypoints.flag_table import FLAGS, Flag
 from tests.plan.test_flags import given
 

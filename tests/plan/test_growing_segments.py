@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from glowplug.core.facts.machine import read_sheet
-from glowplug.core.offers import CollectiveOffers
 from glowplug.core.plan import BudgetLine, EnginePlan
+from glowplug.core.plugin.offers import CollectiveOffers
 from glowplug.core.testing.fakes import component
 from tests.plan.test_graphs import decided
 from tests.plan.test_refusals import with_components

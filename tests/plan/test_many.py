@@ -15,7 +15,7 @@ SCRIPT = """
 import json, math, random, sys, time
 from glowplug.core.errors import PlanRefused
 from glowplug.core.facts.machine import read_sheet
-from glowplug.core.plugins import load_plugins
+from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.resolve import plan
 from tests.pace import slowness, yardstick
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from glowplug import LLM, PlanRefused, SamplingParams
-from glowplug.core.plugins import PluginSet, load_plugins
+from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.resolve import plan as make_plan
 from tests.tiny import CONFIGS, write_config
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from glowplug.core.errors import PlanRefused, Refusal
-from glowplug.core.plugins import PluginSet, load_plugins
+from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.entrypoints.flags import Given, Parser, add_engine_options, read_command_line
 
 CALLS = """
 from typing import Literal
-from glowplug.core.component import Component
-from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import OutputOffers
-from glowplug.core.options import OutputOptions
+from glowplug.core.plugin.component import Component
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.offers import OutputOffers
+from glowplug.core.plugin.options import OutputOptions
 
 class Calls(OutputOptions):
     use: Literal["deepseek_calls"] = "deepseek_calls"

@@ -10,9 +10,9 @@ from glowplug.core.facts.machine import read_sheet, sheet_names
 from glowplug.core.facts.model_facts import Facts, HardwareFacts
 from glowplug.core.plan import EnginePlan
 from glowplug.core.plan_table import render, table
-from glowplug.core.plugins import PluginSet
+from glowplug.core.plugin.registry import PluginSet
+from glowplug.core.plugin.slots import SLOTS
 from glowplug.core.resolve import plan as make_plan
-from glowplug.core.slots import SLOTS
 from glowplug.core.testing.fakes import TINY_V3, write_model
 
 GIB = 1 << 30
@@ -64,9 +64,9 @@ def test_contributed_options_go_with_the_use_they_were_meant_for(planned) -> Non
 
 
 def test_a_plugin_contributes_for_these_facts(planned, cpu: HardwareFacts, v3: Path) -> None:
-    from glowplug.core.hookspecs import hookimpl
-    from glowplug.core.plugin_loading import PluginSource
-    from glowplug.core.plugins import DEFAULT_PLUGINS
+    from glowplug.core.plugin.hookspecs import hookimpl
+    from glowplug.core.plugin.loading import PluginSource
+    from glowplug.core.plugin.registry import DEFAULT_PLUGINS
 
     class Contributor:
         @hookimpl

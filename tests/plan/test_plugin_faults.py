@@ -8,20 +8,20 @@ from pathlib import Path
 import pluggy
 import pytest
 
-from glowplug.core import hookspecs
-from glowplug.core.component import Component
 from glowplug.core.errors import PluginLoadError
-from glowplug.core.hookspecs import hookimpl
 from glowplug.core.plan import Choice
-from glowplug.core.plugin_loading import PluginSource, load
-from glowplug.core.plugins import DEFAULT_PLUGINS, PluginSet, load_plugins, load_plugins_for
+from glowplug.core.plugin import hookspecs
+from glowplug.core.plugin.component import Component
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.loading import PluginSource, load
+from glowplug.core.plugin.registry import DEFAULT_PLUGINS, PluginSet, load_plugins, load_plugins_for
 
 HEAD = """
 from typing import Literal
-from glowplug.core.component import Component, Options
-from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import AttentionOffers, Offers
-from glowplug.core.options import AttentionOptions
+from glowplug.core.plugin.component import Component, Options
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.offers import AttentionOffers, Offers
+from glowplug.core.plugin.options import AttentionOptions
 
 class Mine(AttentionOptions):
     use: Literal["mine"] = "mine"
@@ -230,7 +230,7 @@ def test_a_fact_reader_that_raises_refuses_the_model(site: Path, refused) -> Non
 class _Broken:
     @hookimpl
     def register_prefix_caches(self) -> list[Component]:
-        from glowplug.core.offers import CacheOffers
+        from glowplug.core.plugin.offers import CacheOffers
         from glowplug.core.testing.fakes import component
 
         return [component("cache", "lost", CacheOffers())]

@@ -15,7 +15,7 @@ from glowplug.core.facts.model_folder import embedded_path, model_facts, normali
 from glowplug.core.facts.parameters import count_elements, count_parameters
 from glowplug.core.facts.weight_classes import role_of, tally
 from glowplug.core.plan import EnginePlan
-from glowplug.core.plugins import PluginSet, load_plugins
+from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.rank_bytes import Storage, number_bytes, parts_of, weights_by_rank
 from glowplug.core.testing.ranks import THREADS, RankSet, rank_plan
 from tests.source_tree import ROOT

@@ -17,7 +17,7 @@ from glowplug.core.facts.model_facts import HardwareFacts
 from glowplug.core.layout_table import blocks, runs
 from glowplug.core.plan import BudgetLine, EnginePlan
 from glowplug.core.plan_table import render
-from glowplug.core.plugins import PluginSet
+from glowplug.core.plugin.registry import PluginSet
 from tests.pace import slowness, yardstick
 from tests.plan.test_cli import ENVIRONMENT, glowplug
 from tests.source_tree import ROOT

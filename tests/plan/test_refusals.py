@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from glowplug.core.component import Component, Package
 from glowplug.core.errors import ConfigError, PlanRefused, Refusal
 from glowplug.core.facts.machine import read_sheet
-from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import (
+from glowplug.core.plugin.component import Component, Package
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.loading import PluginSource
+from glowplug.core.plugin.offers import (
     AttentionOffers,
     Capture,
     CollectiveOffers,
@@ -23,15 +24,14 @@ from glowplug.core.offers import (
     SamplerOffers,
     SpeculativeOffers,
 )
-from glowplug.core.options import SpeculativeOptions
-from glowplug.core.plugin_loading import PluginSource
-from glowplug.core.plugins import DEFAULT_PLUGINS, PluginSet
+from glowplug.core.plugin.options import SpeculativeOptions
+from glowplug.core.plugin.registry import DEFAULT_PLUGINS, PluginSet
 from glowplug.core.testing.fakes import TINY_V3, component, write_model
 
 
 def with_components(**by_slot: list[Component]) -> PluginSet:
     """The built-ins and one plugin that registers these components, slot by slot."""
-    from glowplug.core.slots import BY_NAME
+    from glowplug.core.plugin.slots import BY_NAME
 
     holder = type("Extra", (), {
         BY_NAME[slot].hook: hookimpl(lambda self, made=made: made, specname=BY_NAME[slot].hook)

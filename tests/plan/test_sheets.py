@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from glowplug.core.component import Package
 from glowplug.core.errors import FactsError
 from glowplug.core.facts.machine import SHEETS, read_sheet, sheet_names
 from glowplug.core.facts.model_facts import HardwareFacts
-from glowplug.core.offers import PolicyOffers
-from glowplug.core.plugins import PluginSet
-from glowplug.core.requirements import missing_packages
-from glowplug.core.slots import SLOTS
+from glowplug.core.plugin.component import Package
+from glowplug.core.plugin.offers import PolicyOffers
+from glowplug.core.plugin.registry import PluginSet
+from glowplug.core.plugin.requirements import missing_packages
+from glowplug.core.plugin.slots import SLOTS
 from glowplug.core.testing.fakes import component
 from tests.plan.test_refusals import with_components
 

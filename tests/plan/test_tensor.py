@@ -12,7 +12,7 @@ from glowplug.core.facts.machine import read_sheet
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.facts.model_folder import model_facts, normalise, read_json
 from glowplug.core.facts.splits import Split, fitting_sizes, splits, uneven
-from glowplug.core.offers import QuantizationOffers
+from glowplug.core.plugin.offers import QuantizationOffers
 from tests.plan.test_refusals import component, with_components
 from tests.source_tree import ROOT
 from tests.tiny import CONFIGS, write_config

@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 import pytest
 
-from glowplug.core.component import CheckContext, Component
 from glowplug.core.errors import PluginLoadError
 from glowplug.core.facts.machine import read_sheet
-from glowplug.core.offers import EVERY_MODE_GRAPH, Capture, Mode, OpsOffers
-from glowplug.core.options import OpsOptions
 from glowplug.core.plan import EnginePlan
-from glowplug.core.plugins import PluginSet
+from glowplug.core.plugin.component import CheckContext, Component
+from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, Capture, Mode, OpsOffers
+from glowplug.core.plugin.options import OpsOptions
+from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.testing.fakes import component
 from tests.plan.conftest import Planner
 from tests.plan.test_flags import given

@@ -228,7 +228,7 @@ print(json.dumps({"text": said.text, "chat": chat.text, "ids": list(said.token_i
 
 
 def test_entry_point_is_found(installed: Path) -> None:
-    code = ("from glowplug.core.plugins import load_plugins\nplugins = load_plugins()\n"
+    code = ("from glowplug.core.plugin.registry import load_plugins\nplugins = load_plugins()\n"
             "found = plugins.find('weights', 'gguf')\nprint(found.distribution, found.version)\n"
             "import sys; print('torch' in sys.modules, 'gguf' in sys.modules)")
     assert run_python(installed, code).split() == ["glowplug-gguf", "0.1.0", "False", "False"]

@@ -11,7 +11,7 @@ import pytest
 from glowplug.core.facts.model_facts import DeviceFacts, ModelFacts
 from glowplug.core.facts.parameters import count_elements, stated
 from glowplug.core.facts.weight_classes import EXPERTS, TIED, VOCAB
-from glowplug.core.plugins import PluginSet, load_plugins
+from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.entrypoints import bench
 from glowplug.entrypoints.bench.floor import card_bandwidth, distinct_experts, known_card, prefill_work, step_bytes
 from glowplug.entrypoints.bench.in_process import BatchTimes

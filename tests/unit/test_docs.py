@@ -21,8 +21,8 @@ from types import ModuleType
 import msgspec
 import pytest
 
-from glowplug.core import hookspecs
 from glowplug.core.facts.machine import read_sheet
+from glowplug.core.plugin import hookspecs
 from tests.demo_environment import glowplug, run
 from tests.e2e.test_gpu_ranks import LAYOUTS
 from tests.source_tree import PACKAGES, ROOT, sources

@@ -15,7 +15,7 @@ from glowplug.core.memory.fit import Left, compared, pages_that_fit
 from glowplug.core.memory.measure import HostGauge, MemoryMeter
 from glowplug.core.messages import Control
 from glowplug.core.plan import BudgetLine, EnginePlan
-from glowplug.core.plugins import PluginSet, load_plugins
+from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.startup import rate
 from glowplug.core.testing.plans import bare_plan
 from glowplug.core.testing.ranks import rank_plan

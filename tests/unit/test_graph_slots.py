@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from glowplug.core.batch import Batch, StepShape
-from glowplug.core.offers import Mode
+from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Worker
 from glowplug.core.testing.plans import bare_plan, sizes
 from glowplug.plugins.graphs.cuda_graph import CudaGraphOptions, default_sizes

@@ -9,9 +9,10 @@ import inspect
 import typing
 from pathlib import Path
 
-from glowplug.core import hookspecs, offers, options, protocols
-from glowplug.core.component import Options
-from glowplug.core.slots import BY_NAME, SLOTS
+from glowplug.core import protocols
+from glowplug.core.plugin import hookspecs, offers, options
+from glowplug.core.plugin.component import Options
+from glowplug.core.plugin.slots import BY_NAME, SLOTS
 from tests.source_tree import ROOT, dotted, name_of, sources, tree
 
 #: distributions whose packages go by another name
@@ -44,7 +45,7 @@ LARGER_PROTOCOLS = {"Scheduler": (9, "the loop's whole view of the waiting and r
 
 def components() -> list[tuple[str, object]]:
     """(slot, component) of every built-in, registered as the engine registers them."""
-    from glowplug.core.plugins import DEFAULT_PLUGINS
+    from glowplug.core.plugin.registry import DEFAULT_PLUGINS
 
     found = []
     for module_name in DEFAULT_PLUGINS:

@@ -9,8 +9,8 @@ import torch
 
 from glowplug.core.batch import StepShape, idle_batch
 from glowplug.core.facts.mesh import coordinates
-from glowplug.core.offers import Mode
 from glowplug.core.parallel_stack import ParallelStack
+from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Shard
 from glowplug.core.testing.plans import bare_plan
 from glowplug.core.worker import make_worker

@@ -12,7 +12,7 @@ from glowplug.core import worker
 from glowplug.core.errors import GlowplugError
 from glowplug.core.memory import segments
 from glowplug.core.memory.segments import SETTER, VARIABLES, use_segments
-from glowplug.core.plugins import load_plugins
+from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.testing.ranks import rank_plan
 from tests.tiny import write_config
 

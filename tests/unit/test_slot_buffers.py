@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from glowplug.core.memory.work import DecodingRows
+from glowplug.core.plugin.byte_costs import DecodingRows
 from glowplug.plugins.attention import table_bytes
 from glowplug.plugins.attention.slot_buffers import SlotBuffers
 

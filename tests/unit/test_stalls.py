@@ -8,7 +8,7 @@ import pytest
 
 from glowplug.core.batch import Batch, StepResult, idle_batch
 from glowplug.core.messages import Finished, Stats
-from glowplug.core.offers import Mode
+from glowplug.core.plugin.offers import Mode
 from glowplug.core.rows import SequenceTable
 from glowplug.core.stalls import BARREN_STEPS, STILL_SECONDS, STILL_TURNS, Stall, StallWatch
 from glowplug.core.testing.drive import sequence

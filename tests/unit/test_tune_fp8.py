@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from glowplug.core.plugins import load_plugins
+from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.protocols import ExpertsShape, LinearShape
 from glowplug.core.testing.plans import bare_plan
 from glowplug.core.tuning import LayerShapes, TuneTable

@@ -4,12 +4,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from glowplug.core.component import Component, Package
 from glowplug.core.errors import FactsError
 from glowplug.core.facts.model_facts import ModelFacts
-from glowplug.core.hookspecs import hookimpl
-from glowplug.core.offers import WeightOffers
-from glowplug.core.options import WeightOptions
+from glowplug.core.plugin.component import Component, Package
+from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.plugin.offers import WeightOffers
+from glowplug.core.plugin.options import WeightOptions
 
 
 class GgufOptions(WeightOptions):

@@ -11,7 +11,7 @@ from enum import IntEnum, StrEnum
 from functools import cached_property
 from typing import Any
 
-from glowplug.core.memory.work import AttentionStep, DecodingRows, ExpertsStep, Work
+from glowplug.core.plugin.byte_costs import AttentionStep, DecodingRows, ExpertsStep, Work
 
 
 class Mode(StrEnum):

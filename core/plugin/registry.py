@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pluggy
 
-from glowplug.core import hookspecs
-from glowplug.core.component import CONTRACT, Component
 from glowplug.core.config import EngineConfig, config_class
 from glowplug.core.errors import FactsError, GlowplugError, PluginLoadError
 from glowplug.core.facts.machine import software
@@ -28,8 +26,10 @@ from glowplug.core.facts.model_facts import ModelFacts, SoftwareFacts
 from glowplug.core.facts.model_folder import locate_model
 from glowplug.core.facts.parameters import count_elements
 from glowplug.core.facts.weight_classes import Tally, tally
-from glowplug.core.plugin_loading import BUILT_IN, PluginSource, Registration, describe, import_factory, load, watched
-from glowplug.core.slots import SLOTS
+from glowplug.core.plugin import hookspecs
+from glowplug.core.plugin.component import CONTRACT, Component
+from glowplug.core.plugin.loading import BUILT_IN, PluginSource, Registration, describe, import_factory, load, watched
+from glowplug.core.plugin.slots import SLOTS
 
 if TYPE_CHECKING:
     from glowplug.core.plan import Choice, EnginePlan

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import pluggy
 
-from glowplug.core import offers as offers_module
-from glowplug.core.component import Component, Options
 from glowplug.core.errors import PluginLoadError
-from glowplug.core.options import OPTION_BASES
-from glowplug.core.slots import SLOTS, Slot
+from glowplug.core.plugin import offers as offers_module
+from glowplug.core.plugin.component import Component, Options
+from glowplug.core.plugin.options import OPTION_BASES
+from glowplug.core.plugin.slots import SLOTS, Slot
 
 if TYPE_CHECKING:
     from glowplug.core.tuning import Tuner

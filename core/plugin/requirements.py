@@ -5,8 +5,8 @@ import re
 from collections.abc import Mapping
 from functools import cache
 
-from glowplug.core.component import Component, Package
 from glowplug.core.facts.model_facts import HardwareFacts
+from glowplug.core.plugin.component import Component, Package
 
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")  #: of a distribution
 

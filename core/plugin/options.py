@@ -9,10 +9,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from glowplug.core.component import OPERATIONAL, CheckContext, Options
 from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.facts.model_facts import ModelFacts
-from glowplug.core.offers import QuantizationOffers
+from glowplug.core.plugin.component import OPERATIONAL, CheckContext, Options
+from glowplug.core.plugin.offers import QuantizationOffers
 
 
 class Section(BaseModel):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict
 
 from glowplug.core.errors import Refusal
-from glowplug.core.offers import Offers
+from glowplug.core.plugin.offers import Offers
 
 if TYPE_CHECKING:
     from glowplug.core.config import EngineConfig
