@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 import glowplug
-from glowplug.core.config import SECRETS, EngineConfig
+from glowplug.core.config.schema import SECRETS, EngineConfig
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.plan import Choice, EnginePlan
 from glowplug.core.plugin.slots import BY_NAME

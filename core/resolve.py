@@ -14,7 +14,7 @@ from glowplug.core.checking import run_checks
 from glowplug.core.checks import component_checks, stacking
 from glowplug.core.checks_ranks import out_of_order
 from glowplug.core.choose import choose, unfit
-from glowplug.core.config import SECRETS, EngineConfig, Parsed, parse, recorded
+from glowplug.core.config.schema import SECRETS, EngineConfig, Parsed, parse, recorded
 from glowplug.core.draft import Draft
 from glowplug.core.errors import ConfigError, FactsError, PlanRefused, PluginLoadError, Refusal, WeightError
 from glowplug.core.facts.machine import this_machine
@@ -38,7 +38,7 @@ def plan(config: Mapping[str, Any], *, source: str = "the configuration", lines:
     """The plan for ``config``.
 
     Args:
-        config: nested dict, one key a section; see ``core/config.py``.
+        config: nested dict, one key a section; see ``core/config/schema.py``.
         source: what to call it in messages ("engine.toml").
         lines: line of ``source`` by dotted path.
         origins: where a value came from by dotted path ("--tp 8"), over ``lines``.

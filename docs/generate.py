@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT), str(DOCS)]
 import combinations  # noqa: E402
 
 from glowplug.core import protocols  # noqa: E402
-from glowplug.core.config import EngineConfig  # noqa: E402
+from glowplug.core.config.schema import EngineConfig  # noqa: E402
 from glowplug.core.plugin import hookspecs  # noqa: E402
 from glowplug.core.plugin.options import OPTION_BASES, LogOptions, MemoryOptions, MetricsOptions, ServerOptions  # noqa: E402
 from glowplug.core.plugin.registry import DEFAULT_PLUGINS, PluginSet, load_plugins  # noqa: E402

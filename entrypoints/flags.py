@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from glowplug.core.configfile import Layer, merge, read_config, set_path
+from glowplug.core.config.files import Layer, merge, read_config, set_path
 from glowplug.core.errors import ConfigError, FactsError, GlowplugError, Refusal
 from glowplug.core.facts.machine import read_sheet, sheet_names
 from glowplug.core.facts.model_facts import HardwareFacts

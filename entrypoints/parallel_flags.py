@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from glowplug.core.configfile import Layer
+from glowplug.core.config.files import Layer
 from glowplug.core.plan import Decision
 from glowplug.entrypoints.flag_table import Flag
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 
 import copy
 
-from glowplug.core.config import canonical
-from glowplug.core.configfile import Layer
+from glowplug.core.config.files import Layer
+from glowplug.core.config.schema import canonical
 from glowplug.core.errors import Refusal
 from glowplug.core.plugin.offers import OutputOffers
 from glowplug.core.plugin.registry import PluginSet

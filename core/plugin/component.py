@@ -15,7 +15,7 @@ from glowplug.core.errors import Refusal
 from glowplug.core.plugin.offers import Offers
 
 if TYPE_CHECKING:
-    from glowplug.core.config import EngineConfig
+    from glowplug.core.config.schema import EngineConfig
     from glowplug.core.facts.model_facts import Facts
 
 CONTRACT = 1  #: version of the protocols in ``core/protocols``; a component built for another is refused

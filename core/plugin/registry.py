@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pluggy
 
-from glowplug.core.config import EngineConfig, config_class
+from glowplug.core.config.schema import EngineConfig, config_class
 from glowplug.core.errors import FactsError, GlowplugError, PluginLoadError
 from glowplug.core.facts.machine import software
 from glowplug.core.facts.model_facts import ModelFacts, SoftwareFacts

@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from typing import TextIO
 
-from glowplug.core.config import masked
+from glowplug.core.config.schema import masked
 from glowplug.core.plan import EnginePlan
 from glowplug.core.plan_table import DETAILS, render
 from glowplug.core.plugin.registry import PluginSet

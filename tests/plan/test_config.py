@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from glowplug.core.configfile import Layer, merge, read_config, set_path
+from glowplug.core.config.files import Layer, merge, read_config, set_path
 from glowplug.core.errors import ConfigError, PlanRefused
 from glowplug.core.plugin.registry import PluginSet
 
@@ -91,7 +91,7 @@ JUNK = [None, True, -1, 0, 3, 1 << 70, 0.5, float("inf"), "", "auto", "torch_mla
 
 def test_no_configuration_brings_the_planner_down(planned, plugins: PluginSet) -> None:
     """Whatever the values, the answer is a plan or a complete refusal."""
-    from glowplug.core.config_errors import leaf_paths
+    from glowplug.core.config.errors import leaf_paths
 
     rng = random.Random(23)
     known = leaf_paths(plugins, plugins.config_model)

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from pydantic.fields import FieldInfo
 
-from glowplug.core.config import SECRETS, EngineConfig
+from glowplug.core.config.schema import SECRETS, EngineConfig
 from glowplug.core.errors import PlanRefused
 from glowplug.core.facts.machine import read_sheet
 from glowplug.core.facts.model_facts import HardwareFacts

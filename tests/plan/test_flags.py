@@ -120,7 +120,7 @@ def test_every_flag_sets_its_field_under_every_name(plugins: PluginSet, flag) ->
 
 def test_config_fields_exist(plugins: PluginSet) -> None:
     """Fields that a built-in has are spelled as the built-in spells them (the others belong to plugins to come)."""
-    from glowplug.core.config_errors import leaf_paths
+    from glowplug.core.config.errors import leaf_paths
 
     known = set(leaf_paths(plugins, plugins.config_model))
     to_come = ("graphs.", "speculative.", "executor.host", "executor.address")

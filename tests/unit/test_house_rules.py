@@ -21,7 +21,7 @@ IMPORT_NAMES = {"sglang-kernel": "sgl_kernel", "flashinfer-python": "flashinfer"
 ENVIRONMENT_ACCESS = {
     "entrypoints/tune_workers.py",  # CUDA_VISIBLE_DEVICES: deals the cards among the processes it starts
     "core/profiling.py",  # GLOWPLUG_PROFILE_DIR and its SGLang name, debug switches
-    "core/configfile.py",  # "${NAME}" in the operator's own file
+    "core/config/files.py",  # "${NAME}" in the operator's own file
     "core/facts/machine.py",  # CUDA_VISIBLE_DEVICES: which devices the driver gives this process
     "core/facts/model_folder.py",  # HF_HOME: where the hub's own tools keep downloaded models
     "models/embedded/batches.py",  # training: tells the tokenizer's library that workers follow

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, cast
 import msgspec
 from pydantic import Field, ValidationError, create_model
 
-from glowplug.core.config_errors import Explained, explain, unwritable, without_use
+from glowplug.core.config.errors import Explained, explain, unwritable, without_use
 from glowplug.core.errors import Refusal
 from glowplug.core.plugin.component import CheckContext, Options
 from glowplug.core.plugin.options import (
