@@ -17,7 +17,7 @@ from torch import Tensor
 from glowplug.core.batch import Batch, shape_of
 from glowplug.core.errors import GlowplugError
 from glowplug.core.facts.kv_layout import KVLayout
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.runner import Runner
 

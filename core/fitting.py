@@ -21,15 +21,15 @@ from glowplug.core.errors import GlowplugError
 from glowplug.core.facts.kv_layout import DTYPE_BYTES, KVLayout
 from glowplug.core.layers.rope import Rope
 from glowplug.core.memory.fit import Left, compared, pages_that_fit
-from glowplug.core.memory.graph_bytes import driver_bytes, kept_bytes, pool_bytes
 from glowplug.core.memory.measure import Gauge, MemoryMeter, gauge_of
 from glowplug.core.memory.pool import KVPool
-from glowplug.core.memory.step_bytes import RESERVED
 from glowplug.core.parallel_stack import ParallelStack
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.budget.graphs import driver_bytes, kept_bytes, pool_bytes
+from glowplug.core.plan.budget.sizes import human
+from glowplug.core.plan.budget.step import RESERVED
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Collectives, GraphRunner, Limits, Model, Worker
 from glowplug.core.runner import Runner
-from glowplug.core.sizing import human
 from glowplug.core.warmup import FEW_PAGES, most_captured, most_logits, most_passed, most_tokens, steps_between, warm_up
 
 RUNTIME = "cuda runtime"

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from glowplug.core.batch import Accepted, Batch, PromptLogprobs, StepResult
 from glowplug.core.host_copy import Copy, HostCopier
 from glowplug.core.last_layer import HostEnds
-from glowplug.core.memory.step_bytes import SCORED
 from glowplug.core.placement import send, slots_at
+from glowplug.core.plan.budget.step import SCORED
 from glowplug.core.protocols import (
     AttentionBackend,
     GraphRunner,

@@ -16,7 +16,7 @@ import numpy as np
 
 from glowplug.core.batch import Batch, StepResult
 from glowplug.core.messages import Finished, Stats
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import SchedulingPolicy
 from glowplug.core.request import Sequence
 from glowplug.core.rows import SequenceTable

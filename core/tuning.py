@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from glowplug.core.plugin.offers import QuantizationOffers
 
 if TYPE_CHECKING:
-    from glowplug.core.plan import EnginePlan
+    from glowplug.core.plan.plan import EnginePlan
     from glowplug.core.plugin.registry import PluginSet
     from glowplug.core.protocols import ExpertsShape, LinearShape, QuantizationScheme
 

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from glowplug.core.batch import Batch, idle_batch, shape_of
 from glowplug.core.errors import GlowplugError
-from glowplug.core.memory.step_bytes import SCORED
-from glowplug.core.plan import EnginePlan, Sizes
+from glowplug.core.plan.budget.step import SCORED
+from glowplug.core.plan.plan import EnginePlan, Sizes
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import RequestRouter
 from glowplug.core.request import MAX_LOGPROBS, SamplingParams, Sequence

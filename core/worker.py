@@ -22,7 +22,8 @@ from glowplug.core.memory.allocator import PageAllocator
 from glowplug.core.memory.measure import memory_now
 from glowplug.core.memory.segments import use_segments
 from glowplug.core.parallel_stack import ParallelStack
-from glowplug.core.plan import Choice, EnginePlan
+from glowplug.core.plan.budget.sizes import human
+from glowplug.core.plan.plan import Choice, EnginePlan
 from glowplug.core.plugin.offers import QuantizationOffers
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.profiling import Profiler, step_phases
@@ -30,7 +31,6 @@ from glowplug.core.protocols import Model, QuantizationScheme, Scheduler, Worker
 from glowplug.core.rank_controls import ControlHandler
 from glowplug.core.rows import SequenceTable
 from glowplug.core.runner import Runner
-from glowplug.core.sizing import human
 from glowplug.core.stalls import StallWatch
 from glowplug.core.startup import Note, Phases, Report, logger, rate
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from glowplug.core.errors import PlanRefused, Refusal
 from glowplug.core.facts.machine import read_sheet
+from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet
-from glowplug.core.resolve import plan as make_plan
 
 SHEETS = ("cpu", "1xh200", "8xh200")
 DTYPES = ("float32", "bfloat16", "float16")

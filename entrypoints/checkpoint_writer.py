@@ -18,10 +18,10 @@ from glowplug.core.errors import GlowplugError
 from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.facts.model_facts import HardwareFacts, ModelFacts, TensorFact
 from glowplug.core.facts.safetensors_header import INDEX_NAME
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.protocols import WeightSource, WeightTarget, Worker
-from glowplug.core.resolve import plan as make_plan
 from glowplug.core.worker import build_context
 from glowplug.entrypoints.byte_tokenizer import TOKENS, write_byte_tokenizer
 from glowplug.entrypoints.checkpoint import BYTES, NONE, TOKENIZER_FILES

@@ -14,7 +14,7 @@ from typing import Any
 
 from glowplug.core.errors import EngineDead, QueueFull, RequestError
 from glowplug.core.messages import Control, Inbound, Outbound, Reply, Stats, decode_outbound, encode
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import ServerOptions
 from glowplug.core.protocols import Executor
 from glowplug.core.request import SamplingParams

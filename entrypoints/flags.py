@@ -20,9 +20,9 @@ from glowplug.core.errors import ConfigError, FactsError, GlowplugError, Refusal
 from glowplug.core.facts.machine import read_sheet, sheet_names
 from glowplug.core.facts.model_facts import HardwareFacts
 from glowplug.core.facts.model_folder import EMBEDDED
-from glowplug.core.plan import Decision, EnginePlan
+from glowplug.core.plan.plan import Decision, EnginePlan
+from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
-from glowplug.core.resolve import plan as make_plan
 from glowplug.entrypoints.flag_table import ALWAYS, FLAGS, MOOT, Flag
 from glowplug.entrypoints.parallel_flags import ONE_RANK, SECTION, arrange, larger_than_one
 from glowplug.entrypoints.parser_flags import without_wrong_parsers

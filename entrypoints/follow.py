@@ -8,7 +8,7 @@ import time
 from types import FrameType
 
 from glowplug.core.errors import EngineDead, EngineStopped, PlanRefused
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import ServerOptions
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.protocols import Executor

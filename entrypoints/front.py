@@ -27,7 +27,7 @@ from glowplug.core.messages import (
     total,
 )
 from glowplug.core.output import OutputProcessor
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.request import SamplingParams
 from glowplug.core.tokenizer import Tokenizer
 from glowplug.entrypoints.delta import Delta, Times

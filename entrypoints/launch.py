@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from glowplug.core.errors import PlanRefused, Refusal
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.protocols import Executor, Worker
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from glowplug.core.errors import FactsError, PlanRefused, Refusal, RequestError
 from glowplug.core.facts.model_folder import locate_model
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.registry import PluginSet
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from glowplug.core.config.files import Layer
-from glowplug.core.plan import Decision
+from glowplug.core.plan.plan import Decision
 from glowplug.entrypoints.flag_table import Flag
 
 SECTION = "parallel"

@@ -8,7 +8,7 @@ from glowplug.core.layers.attention import MhaAttention
 from glowplug.core.layers.decoder import DecoderLayer, DecoderModel
 from glowplug.core.layers.mlp import Mlp
 from glowplug.core.layers.rope import Rope, RopeConfig
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Model, Worker
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from glowplug import PlanRefused
+from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet
-from glowplug.core.resolve import plan as make_plan
 from tests.tiny import CONFIGS
 
 VOCAB, CONTEXT, ROWS, KV_TOKENS, SEED = 509, 256, 6, 2048, 5

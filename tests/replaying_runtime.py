@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from glowplug.core.batch import Batch
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Worker
 from glowplug.core.segments import ExtendWork
 from glowplug.plugins.graphs.cuda_graph_runtime import CudaGraph

@@ -23,7 +23,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def name_of(path: Path) -> str:
-    """Path from the root, for messages: ``core/plan.py``."""
+    """Path from the root, for messages: ``core/plan/plan.py``."""
     return path.relative_to(ROOT).as_posix()
 
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from glowplug.core.facts.kv_layout import KVLayout
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Limits, MlaLayer, QuantizationScheme, Sampled, Worker
 from glowplug.core.request import SamplingParams
 from glowplug.core.runner import Runner

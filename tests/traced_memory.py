@@ -29,9 +29,9 @@ from glowplug.core import placement, warmup, worker
 from glowplug.core.batch import shape_of
 from glowplug.core.facts.machine import read_sheet
 from glowplug.core.memory.pool import KVPool
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
-from glowplug.core.resolve import plan as make_plan
 from glowplug.core.runner import Runner
 from tests.source_tree import ROOT
 from tests.tiny import write_config

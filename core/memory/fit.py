@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from glowplug.core.errors import GlowplugError
-from glowplug.core.plan import EnginePlan
-from glowplug.core.sizing import CUDA_RESERVE, human
+from glowplug.core.plan.budget.sizes import CUDA_RESERVE, human
+from glowplug.core.plan.plan import EnginePlan
 
 
 @dataclass(frozen=True)

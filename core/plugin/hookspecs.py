@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from glowplug.core.errors import Refusal
     from glowplug.core.facts.model_facts import Facts, ModelFacts
     from glowplug.core.observe import StepObserver
-    from glowplug.core.plan import Decision, EnginePlan
+    from glowplug.core.plan.plan import Decision, EnginePlan
     from glowplug.core.plugin.component import CheckContext, Component
     from glowplug.core.protocols import Worker
     from glowplug.core.tokenizer import Tokenizer

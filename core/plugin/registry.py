@@ -32,7 +32,7 @@ from glowplug.core.plugin.loading import BUILT_IN, PluginSource, Registration, d
 from glowplug.core.plugin.slots import SLOTS
 
 if TYPE_CHECKING:
-    from glowplug.core.plan import Choice, EnginePlan
+    from glowplug.core.plan.plan import Choice, EnginePlan
 
 GROUP = "glowplug"  #: entry-point group of third-party plugins
 LOAD_TIMEOUT = 30.0  #: seconds one plugin may take to load

@@ -21,7 +21,7 @@ from glowplug.core.facts.model_facts import ModelFacts, TensorFact
 from glowplug.core.loading import load_model
 from glowplug.core.memory.pool import KVPool
 from glowplug.core.parallel_stack import ParallelStack
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.protocols import AttentionBackend, Limits, Model, WeightTarget, Worker

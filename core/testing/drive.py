@@ -9,7 +9,7 @@ import numpy as np
 
 from glowplug.core.batch import Batch, StepResult
 from glowplug.core.messages import Abort, Admitted, Finished, StepOutput
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import PrefixCache, Scheduler, SchedulingPolicy
 from glowplug.core.request import SamplingParams, Sequence
 from glowplug.core.rows import SequenceTable

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from glowplug.core.facts.model_facts import Facts, HardwareFacts, ModelFacts, SoftwareFacts
-from glowplug.core.plan import EnginePlan, Sizes
+from glowplug.core.plan.plan import EnginePlan, Sizes
 
 VOCAB = 997
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import SchedulingPolicy
 from glowplug.core.request import Sequence
 from glowplug.core.testing.drive import sequence

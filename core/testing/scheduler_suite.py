@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from glowplug.core.errors import QueueFull, RequestError
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import PrefixCache, Scheduler, SchedulingPolicy
 from glowplug.core.request import Sequence
 from glowplug.core.testing.drive import Drive, sequence

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from glowplug.core.errors import CollectiveError
 from glowplug.core.facts.mesh import group
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Worker
 
 if TYPE_CHECKING:

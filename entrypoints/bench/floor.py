@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.facts.model_facts import DeviceFacts, ModelFacts
 from glowplug.core.facts.parameters import is_moe_layer, stated
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 
 #: bytes a second that a large device copy reaches, read and written, by a part of the card's name (measured)
 COPY_BANDWIDTH = {"H200": 4.3e12}

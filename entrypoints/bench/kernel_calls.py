@@ -10,7 +10,7 @@ from torch import Tensor
 
 from glowplug.core.batch import Batch
 from glowplug.core.facts.kv_layout import DTYPE_BYTES
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import (
     AttentionBackend,
     ExpertsMethod,

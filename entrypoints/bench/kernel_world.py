@@ -21,7 +21,7 @@ from glowplug.core.layers.module import Module
 from glowplug.core.layers.moe import Gate
 from glowplug.core.loading import load_model
 from glowplug.core.memory.pool import KVPool
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.protocols import Limits, WeightTarget

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from glowplug.core.errors import ConfigError, GlowplugError, PlanRefused
+from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.component import Component
 from glowplug.core.plugin.offers import AttentionOffers
 from glowplug.core.plugin.registry import PluginSet, load_plugins
-from glowplug.core.resolve import plan as make_plan
 from glowplug.entrypoints.bench import report
 from glowplug.entrypoints.bench.conditions import conditions
 from glowplug.entrypoints.bench.engine_options import add_engine_options, engine_config
@@ -26,7 +26,7 @@ from glowplug.entrypoints.bench.floor import card_bandwidth
 from glowplug.entrypoints.cut_model import model_config, write_cut
 
 if TYPE_CHECKING:
-    from glowplug.core.plan import EnginePlan
+    from glowplug.core.plan.plan import EnginePlan
     from glowplug.entrypoints.bench.kernel_calls import Call
     from glowplug.entrypoints.bench.kernel_world import StepShape
 

@@ -5,7 +5,7 @@ import math
 import random
 from dataclasses import dataclass
 
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.request import SamplingParams
 
 PREFIXES = 8  #: beginnings that requests share

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TextIO
 
 from glowplug.core.config.schema import masked
-from glowplug.core.plan import EnginePlan
-from glowplug.core.plan_table import DETAILS, render
+from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.plan.table import DETAILS, render
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.entrypoints.flags import add_engine_options, read_command_line
 from glowplug.entrypoints.model_text import eos_ids, open_tokenizer

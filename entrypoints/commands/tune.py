@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from glowplug.core.errors import ConfigError, GlowplugError, PluginLoadError, Refusal
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.loading import import_factory
 from glowplug.core.plugin.registry import PluginSet
-from glowplug.core.resolve import plan as make_plan
 from glowplug.core.tuning import TableTuner, Tuner, TuneTable, layer_shapes
 from glowplug.entrypoints.cut_model import model_config, write_cut
 from glowplug.entrypoints.flags import add_engine_options, read_command_line

@@ -8,7 +8,7 @@ from fastapi import Depends, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import OutputParserFactory
 from glowplug.core.tokenizer import Tokenizer
 from glowplug.entrypoints.client import EngineClient

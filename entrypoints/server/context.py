@@ -9,8 +9,8 @@ from pathlib import PurePath
 from fastapi import Request
 
 from glowplug.core.errors import RequestError
-from glowplug.core.fingerprint import answers_fingerprint
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.fingerprint import answers_fingerprint
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import LogOptions, MetricsOptions, ServerOptions
 from glowplug.core.protocols import OutputParserFactory
 from glowplug.core.tokenizer import Tokenizer

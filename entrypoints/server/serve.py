@@ -21,7 +21,7 @@ import uvicorn
 
 from glowplug.core.collecting import settle_memory
 from glowplug.core.errors import GlowplugError, PlanRefused
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import LogOptions, ServerOptions
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.protocols import Executor, OutputParserFactory, Worker

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from glowplug.core.facts.kv_layout import KVEntry, KVLayout
 from glowplug.core.facts.mesh import axis_size
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 
 
 def kv_layers(plan: EnginePlan) -> int:

@@ -10,7 +10,7 @@ from sgl_kernel.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcach
 from torch import Tensor
 
 from glowplug.core.batch import Batch
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.byte_costs import DecodingRows
 from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import Limits, Worker

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from glowplug.core.batch import Batch
 from glowplug.core.facts.mesh import axis_size
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.byte_costs import DecodingRows
 from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import Limits, MlaLayer, Worker

@@ -16,7 +16,7 @@ from torch import Tensor
 from glowplug.core.batch import Batch
 from glowplug.core.facts.mesh import axis_size
 from glowplug.core.layers.rope import RopeConfig
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Limits, MlaLayer, Worker
 from glowplug.plugins.attention.flashinfer_mla import WORKSPACE, FlashInferMlaOptions
 from glowplug.plugins.attention.flashinfer_works import check_layout, set_lengths, shrink

@@ -8,7 +8,7 @@ from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from torch import Tensor
 
 from glowplug.core.batch import Batch
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.byte_costs import DecodingRows
 from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import Limits, MlaLayer, Worker

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from glowplug.core.batch import Batch
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.byte_costs import DecodingRows
 from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import Worker

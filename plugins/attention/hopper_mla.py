@@ -4,7 +4,7 @@ from __future__ import annotations
 from typing import Literal
 
 from glowplug.core.facts.mesh import axis_size
-from glowplug.core.plan import Decision
+from glowplug.core.plan.plan import Decision
 from glowplug.core.plugin.component import CheckContext, Component, Package
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode

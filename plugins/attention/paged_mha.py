@@ -12,7 +12,7 @@ from torch import Tensor
 from glowplug.core.batch import Batch
 from glowplug.core.facts.kv_layout import KVLayout
 from glowplug.core.facts.mesh import axis_size
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, ProjectedMla, Worker
 from glowplug.kernels.triton.mha_store import mha_store

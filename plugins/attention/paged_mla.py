@@ -14,7 +14,7 @@ from torch import Tensor
 
 from glowplug.core.batch import Batch
 from glowplug.core.facts.kv_layout import KVEntry, KVLayout
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, RopeRows, Worker
 from glowplug.kernels import merge, mla

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from glowplug.core.batch import Batch
 from glowplug.core.facts.kv_layout import KVEntry, KVLayout
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, Worker
 from glowplug.kernels import few, mha, mla
 from glowplug.kernels.merge import merge_states

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from glowplug.core.batch import Batch
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import Worker
 from glowplug.kernels.triton.mha_decode import Tiling, mha_decode, tiling

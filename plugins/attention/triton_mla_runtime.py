@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from glowplug.core.batch import Batch
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import MlaLayer, Worker
 from glowplug.kernels.fp8 import Blocks
 from glowplug.kernels.triton import mla_values

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Worker
 
 if TYPE_CHECKING:

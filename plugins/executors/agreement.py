@@ -11,7 +11,7 @@ import glowplug
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.machine import installed
 from glowplug.core.facts.model_facts import ModelFacts
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 
 #: what hosts compare -> (the field a refusal names, its fix)
 FIXES: dict[str, tuple[str, str]] = {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from glowplug.core.collecting import give_memory_back
 from glowplug.core.errors import EngineDead, GlowplugError
 from glowplug.core.messages import Outbound, Progress, encode
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.registry import load_plugins_for
 from glowplug.core.protocols import Worker
 

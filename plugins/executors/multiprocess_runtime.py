@@ -7,7 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from glowplug.core.errors import EngineDead, EngineStopped
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Worker
 from glowplug.plugins.executors.blame import LOADED, SETTLE, not_ready
 from glowplug.plugins.executors.local_ranks import GRACE, LocalRanks

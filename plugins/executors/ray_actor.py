@@ -8,7 +8,7 @@ from queue import Empty, SimpleQueue
 
 import msgspec
 
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.plugins.executors.agreement import identity
 from glowplug.plugins.executors.blame import BEAT
 from glowplug.plugins.executors.rank_process import run_rank

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from glowplug.core.errors import PlanRefused, Refusal
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.plugins.executors.torchrun import TorchrunOptions
 
 LAUNCHED = "TORCHELASTIC_RUN_ID"  #: torchrun sets it in every process it starts

@@ -6,7 +6,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from glowplug.core.errors import EngineDead, EngineStopped, PlanRefused
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Worker
 from glowplug.plugins.executors.agreement import differences, identity
 from glowplug.plugins.executors.blame import (

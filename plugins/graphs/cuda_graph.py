@@ -13,12 +13,12 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from glowplug.core.errors import Refusal
-from glowplug.core.memory.graph_bytes import INSIDE
+from glowplug.core.plan.budget.graphs import INSIDE
+from glowplug.core.plan.budget.sizes import DEFAULTS
 from glowplug.core.plugin.component import CheckContext, Component
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import GraphOffers, Mode
 from glowplug.core.plugin.options import GraphOptions
-from glowplug.core.sizing import DEFAULTS
 
 NAME = "cuda_graph"
 CAPTURES = frozenset({Mode.DECODE, Mode.VERIFY, Mode.DRAFT_DECODE})

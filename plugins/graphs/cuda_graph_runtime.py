@@ -11,7 +11,7 @@ import torch
 
 from glowplug.core.batch import Batch, shape_of
 from glowplug.core.errors import CaptureError
-from glowplug.core.plan import EnginePlan, Sizes
+from glowplug.core.plan.plan import EnginePlan, Sizes
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Steps, Worker
 from glowplug.core.request import SamplingParams

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from glowplug.core.batch import Batch, StepShape
-from glowplug.core.plan import Sizes
+from glowplug.core.plan.plan import Sizes
 from glowplug.core.plugin.offers import Mode
 from glowplug.plugins.graphs.staging import Staging
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Parts, Worker
 from glowplug.kernels import routing
 from glowplug.kernels.norm import rms_norm_reference

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import OpsOptions
 from glowplug.core.protocols import Quantized, Route, SignallingRoute, Worker
 from glowplug.kernels import activation, fp8, norm, rope, routing

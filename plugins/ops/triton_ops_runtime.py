@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from glowplug.core.placement import rows_at
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Parts, RopeRows, Worker
 from glowplug.kernels.triton import activation, fp8_quant, norm, rope
 from glowplug.kernels.triton.route import route

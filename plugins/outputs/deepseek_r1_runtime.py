@@ -4,7 +4,7 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import Literal
 
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Piece, Worker
 from glowplug.plugins.outputs.deepseek_r1 import DeepseekR1Options
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from glowplug.core.batch import Batch, StepShape
 from glowplug.core.facts.mesh import axis_size, coordinates, deal
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import RequestRouter, Shard, Worker
 from glowplug.core.request import Sequence

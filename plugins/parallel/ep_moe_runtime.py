@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from glowplug.core.facts.mesh import axis_size, coordinates, deal
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Collectives, ExpertExchange, Shard, Worker
 from glowplug.plugins.parallel.expert_exchange import (
     AllGatherExchange,

@@ -4,7 +4,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from glowplug.core.facts.mesh import axis_size, coordinates, deal
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Shard, Worker
 from glowplug.plugins.parallel.unsplit import Unsplit
 

@@ -5,7 +5,7 @@ The choice itself is made where the products are: ``experts_bytes.grouped_pays``
 from __future__ import annotations
 
 from glowplug.core.facts.kv_layout import DTYPE_BYTES
-from glowplug.core.plan import Decision
+from glowplug.core.plan.plan import Decision
 from glowplug.core.plugin.component import CheckContext
 from glowplug.kernels.cards import LIBRARIES as LIBRARY_CARDS
 from glowplug.kernels.triton import moe_fp8_tiles

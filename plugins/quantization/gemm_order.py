@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from glowplug.core.plan import Decision
+from glowplug.core.plan.plan import Decision
 from glowplug.core.plugin.component import CheckContext
 from glowplug.core.plugin.offers import QuantizationOffers
 from glowplug.core.plugin.options import QuantizationOptions

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import ExpertsMethod, ExpertsShape, LinearShape, Worker
 from glowplug.kernels.cards import tiles_run_on
 from glowplug.plugins.quantization.dense import DenseExperts, DenseLinear

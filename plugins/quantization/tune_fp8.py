@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.tuning import LayerShapes, Log, TuneTable
 from glowplug.kernels.triton import fp8_gemm, fp8_quant, fp8_tuning, tuned
 from glowplug.kernels.triton.moe_tuning import microseconds

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import os
 
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.tuning import LayerShapes, Log, TuneTable
 from glowplug.kernels.triton import moe_fp8_tuning
 from glowplug.plugins.quantization.block_fp8_weights import whole_blocks

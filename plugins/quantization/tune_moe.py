@@ -5,7 +5,7 @@ import json
 import os
 from pathlib import Path
 
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.tuning import LayerShapes, Log, TuneTable
 from glowplug.kernels.triton import moe_tuning, tuned
 from glowplug.kernels.triton.moe_tiles import Problem

@@ -9,7 +9,7 @@ import torch
 
 from glowplug.core.errors import GlowplugError
 from glowplug.core.facts.stored_formats import awq_group
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.tuning import LayerShapes, Log, TuneTable
 from glowplug.kernels import awq as layout
 from glowplug.kernels.triton import int8_quant, tuned

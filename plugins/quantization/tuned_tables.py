@@ -4,7 +4,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from glowplug.core.plan import Decision
+from glowplug.core.plan.plan import Decision
 from glowplug.core.plugin.component import CheckContext
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.kernels.cards import TILES

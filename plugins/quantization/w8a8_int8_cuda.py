@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from glowplug.core.errors import GlowplugError
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import (
     ExpertsMethod,
     ExpertsShape,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from glowplug.core.facts.stored_formats import INT8_METHODS, quantization_config
 from glowplug.core.layers.module import Target
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import (
     ExpertsMethod,
     ExpertsShape,

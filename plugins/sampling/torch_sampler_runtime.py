@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from glowplug.core.batch import Batch, LogprobTensors
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Limits, Sampled, Worker
 from glowplug.core.request import SamplingParams
 from glowplug.kernels import sampling as kernel

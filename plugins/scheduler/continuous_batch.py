@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glowplug.core.batch import Batch
-from glowplug.core.plan import Sizes
+from glowplug.core.plan.plan import Sizes
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.request import Sequence
 from glowplug.plugins.scheduler.continuous_rows import Ints, Rows

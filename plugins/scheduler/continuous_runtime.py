@@ -38,7 +38,7 @@ from glowplug.core.batch import Batch, StepResult
 from glowplug.core.errors import QueueFull, RequestError, prompt_too_long
 from glowplug.core.memory.allocator import PageAllocator
 from glowplug.core.messages import Abort, Admitted, Finished, Stats, StepOutput
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import PrefixCache, SchedulingPolicy, Worker
 from glowplug.core.request import Sequence
 from glowplug.core.rows import SequenceTable

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
 
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Worker
 from glowplug.core.request import Sequence
 from glowplug.plugins.scheduler.policies import FcfsOptions, LongestPrefixOptions, PriorityOptions

@@ -11,7 +11,7 @@ from torch import Tensor
 from glowplug.core.batch import Accepted, Batch
 from glowplug.core.build import BuildContext
 from glowplug.core.placement import send
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Limits, Model, ModelFamily, Sampler, Worker
 from glowplug.core.segments import DIRECT, ExtendWork
 from glowplug.plugins.speculative.drafting import Front, Missing, Places, front, missing, one_more, places

@@ -8,7 +8,7 @@ from torch import Tensor
 from glowplug.core.batch import Accepted, Batch, LogprobTensors
 from glowplug.core.build import BuildContext
 from glowplug.core.placement import send
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Limits, Model, ModelFamily, Sampler, Worker
 from glowplug.plugins.speculative.none import NoSpeculationOptions
 from glowplug.plugins.speculative.verify import spread

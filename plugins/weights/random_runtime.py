@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from glowplug.core.facts.model_facts import ModelFacts, TensorFact
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import WeightTarget, Worker
 from glowplug.plugins.weights.random import RandomOptions
 

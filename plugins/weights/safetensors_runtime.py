@@ -14,7 +14,7 @@ from tqdm import tqdm
 from glowplug.core.errors import WeightError
 from glowplug.core.facts.model_facts import ModelFacts, TensorFact
 from glowplug.core.facts.safetensors_header import read_places, read_tensors
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import WeightTarget, Worker
 from glowplug.plugins.weights.direct_read import THREADS, DirectReader, Span, blocks_of
 from glowplug.plugins.weights.safetensors import SafetensorsOptions

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import AttentionBackend, RopeRows
 from glowplug.core.testing.attention_suite import MhaCase, MlaCase, MlaSuite
 from glowplug.core.testing.paged_world import Row, World, make_world, random_rows

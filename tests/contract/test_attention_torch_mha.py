@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Worker
 from glowplug.core.testing.attention_suite import MhaCase, MhaSuite
 from glowplug.core.testing.paged_world import Row, make_world

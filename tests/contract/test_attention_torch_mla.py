@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Worker
 from glowplug.core.testing.attention_suite import MlaSuite
 from glowplug.core.testing.paged_world import Row, make_world

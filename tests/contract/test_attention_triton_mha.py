@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Worker
 from glowplug.core.testing.attention_suite import MhaSuite
 from glowplug.core.testing.paged_world import Row, make_world

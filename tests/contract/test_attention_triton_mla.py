@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import MlaLayer, Worker
 from glowplug.core.testing.attention_suite import MlaSuite
 from glowplug.core.testing.paged_world import Row, make_world

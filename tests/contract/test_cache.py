@@ -4,7 +4,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import PrefixCache, Worker
 from glowplug.core.testing.cache_suite import SIZE, CacheSuite, Pool, ints
 from glowplug.core.testing.plans import bare_plan

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.byte_costs import DecodingRows
 from glowplug.core.plugin.component import Component
 from glowplug.core.plugin.offers import AttentionOffers

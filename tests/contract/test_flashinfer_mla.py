@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import AttentionBackend, Worker
 from glowplug.core.testing.paged_world import Row, World, make_world
 from glowplug.plugins.attention.flashinfer_mla import FlashInferMlaOptions

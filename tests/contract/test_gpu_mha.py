@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from glowplug.core.facts.model_facts import ModelFacts
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import AttentionBackend, Worker
 from glowplug.core.testing.attention_suite import MhaCase, MhaSuite, MlaCase
 from glowplug.core.testing.paged_world import Row, World, make_world

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import AttentionBackend, Worker
 from glowplug.core.testing.paged_world import Row, make_world
 from glowplug.kernels import mla

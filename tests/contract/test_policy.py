@@ -1,7 +1,7 @@
 """The built-in scheduling policies pass the conformance suite and order as they say."""
 from __future__ import annotations
 
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Worker
 from glowplug.core.testing.drive import sequence
 from glowplug.core.testing.policy_suite import PolicySuite

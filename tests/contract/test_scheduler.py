@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import PrefixCache, SchedulingPolicy, Worker
 from glowplug.core.request import Sequence
 from glowplug.core.testing.drive import Drive, sequence

@@ -14,9 +14,9 @@ from torch import Tensor
 from glowplug.core.batch import Accepted, Batch, StepShape
 from glowplug.core.errors import PlanRefused
 from glowplug.core.placement import slots_at
+from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Limits, Worker
-from glowplug.core.resolve import plan as make_plan
 from glowplug.core.segments import Extension
 from glowplug.core.testing.plans import bare_plan
 from glowplug.core.testing.speculative_suite import HIDDEN, VOCAB, Greedy, SpeculativeSuite, likely, step

@@ -32,7 +32,7 @@ from glowplug.core.messages import (
     decode_inbound,
     encode,
 )
-from glowplug.core.plan import EnginePlan, Sizes
+from glowplug.core.plan.plan import EnginePlan, Sizes
 from glowplug.core.tokenizer import Tokenizer
 
 TEXT = "Grüße aus 東京 🗼: the family 👩‍👩‍👧 says hello, and one plus one is two."

@@ -8,7 +8,7 @@ import pytest
 from fastapi import APIRouter, FastAPI
 
 from glowplug.core.errors import PluginLoadError, RequestError
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import ServerOptions
 from glowplug.entrypoints.server.auth import Authoriser, leaf_routes, require_guarded
 from glowplug.entrypoints.server.routes import ROUTES

@@ -16,7 +16,7 @@ from glowplug.core.errors import GlowplugError
 from glowplug.core.facts.kv_layout import KVLayout
 from glowplug.core.fitting import RankMemory
 from glowplug.core.memory.pool import KVPool
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.runner import Runner
 from glowplug.core.worker import make_worker

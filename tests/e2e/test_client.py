@@ -11,8 +11,8 @@ import pytest
 
 from glowplug import SamplingParams
 from glowplug.core.errors import EngineDead, RequestError
+from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import load_plugins
-from glowplug.core.resolve import plan as make_plan
 from glowplug.entrypoints.client import EngineClient
 from glowplug.entrypoints.launch import start_executor
 from tests.tiny import write_config

@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
+from glowplug.core.plan.resolve import plan
 from glowplug.core.plugin.registry import load_plugins
-from glowplug.core.resolve import plan
 from glowplug.entrypoints import client as client_module
 from glowplug.entrypoints.server import main
 from glowplug.entrypoints.server.serve import bind

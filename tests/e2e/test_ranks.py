@@ -14,11 +14,11 @@ from glowplug.core.batch import Batch, StepShape
 from glowplug.core.engine import Engine
 from glowplug.core.messages import Finished, Outbound, StepOutput, Submit, encode, packed_ids
 from glowplug.core.parallel_stack import ParallelStack
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.request import SamplingParams as Params
-from glowplug.core.resolve import plan as make_plan
 from glowplug.core.worker import build_rank
 from tests.tiny import write_config
 

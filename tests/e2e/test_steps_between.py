@@ -8,7 +8,7 @@ import pytest
 
 from glowplug import LLM, SamplingParams
 from glowplug.core.batch import Batch
-from glowplug.core.plan import Sizes
+from glowplug.core.plan.plan import Sizes
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.runner import InFlight, Runner
 from glowplug.core.warmup import BETWEEN, WHOLE, counts_between, steps_between

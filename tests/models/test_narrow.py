@@ -11,9 +11,9 @@ from torch import Tensor
 
 from glowplug import LLM, SamplingParams
 from glowplug.core.errors import PlanRefused
+from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.protocols import LinearShape, Worker
-from glowplug.core.resolve import plan as make_plan
 from glowplug.core.testing.build import DictSource, Stepper, build_model, make, plan_for
 from glowplug.core.testing.ranks import THREADS, RankSet, rank_plan, submit
 from glowplug.kernels import int8
@@ -188,7 +188,7 @@ def test_the_budget_counts_narrow_weights(tmp_path: Path, plugins: PluginSet) ->
     from glowplug.core.facts.model_folder import read_folder
     from glowplug.core.facts.parameters import count_elements
     from glowplug.core.facts.weight_classes import tally
-    from glowplug.core.rank_bytes import Storage, weights_by_rank
+    from glowplug.core.plan.budget.weights import Storage, weights_by_rank
 
     tensors = float_tensors(tiny_facts("v3"))
     for kind, quantise in (("int8", int8_checkpoint), ("awq", awq_checkpoint)):

@@ -17,7 +17,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
-from glowplug.core.plan import EnginePlan  # noqa: E402
+from glowplug.core.plan.plan import EnginePlan  # noqa: E402
 from glowplug.core.protocols import ExpertsShape, LinearShape, Quantized, Worker  # noqa: E402
 from glowplug.core.testing.build import plan_for  # noqa: E402
 from glowplug.kernels import int8  # noqa: E402

@@ -16,7 +16,7 @@ from glowplug.core.build import BuildContext
 from glowplug.core.errors import CollectiveError, WeightError
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.loading import load_model
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.protocols import Model, WeightTarget
 from glowplug.core.testing.build import DictSource, Stepper

@@ -12,9 +12,9 @@ import pytest
 
 from glowplug.core.errors import PlanRefused, Refusal
 from glowplug.core.facts.machine import read_sheet
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
-from glowplug.core.resolve import plan as make_plan
 from glowplug.core.testing.fakes import TINY_V3, write_model
 from glowplug.plugins.attention import measured
 from tests.plan.test_refusals import drafter, with_components

@@ -14,9 +14,9 @@ import pytest
 from glowplug.core.errors import PlanRefused, Refusal
 from glowplug.core.facts.machine import read_sheet
 from glowplug.core.facts.model_facts import DeviceFacts, HardwareFacts
-from glowplug.core.plan import Decision, EnginePlan
+from glowplug.core.plan.plan import Decision, EnginePlan
+from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import load_plugins
-from glowplug.core.resolve import plan as make_plan
 from glowplug.core.testing.fakes import write_model
 from glowplug.kernels.triton import tuned
 from glowplug.plugins.quantization import gemm_order, tuned_tables

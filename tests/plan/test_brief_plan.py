@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from glowplug.core.facts.machine import read_sheet
-from glowplug.core.plan import EnginePlan
-from glowplug.core.plan_table import render, rows
+from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.plan.table import render, rows
 from glowplug.core.plugin.registry import PluginSet
 from tests.plan.conftest import Planner
 from tests.plan.test_credit import PACKAGES, written_sheet

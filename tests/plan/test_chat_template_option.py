@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from glowplug.core.errors import PlanRefused, Refusal
-from glowplug.core.plan import Decision, EnginePlan
+from glowplug.core.plan.plan import Decision, EnginePlan
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.entrypoints.bench.engine_options import engine_config
 from glowplug.entrypoints.flags import Given, Parser, add_engine_options, read_command_line

@@ -110,7 +110,7 @@ def test_check_is_quick_and_free_of_torch(v3: Path) -> None:
 
 
 def test_json_plans_decode(v3: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from glowplug.core.plan import EnginePlan
+    from glowplug.core.plan.plan import EnginePlan
 
     words = ["check", "--model", str(v3), "--load-format", "dummy", "--facts", "8xh200", "--api-key", "very-secret"]
     assert main([*words, "--json"]) == 0

@@ -17,10 +17,10 @@ from glowplug.core.config.schema import SECRETS, EngineConfig
 from glowplug.core.errors import PlanRefused
 from glowplug.core.facts.machine import read_sheet
 from glowplug.core.facts.model_facts import HardwareFacts
-from glowplug.core.plan import Decision, EnginePlan
+from glowplug.core.plan.plan import Decision, EnginePlan
+from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.plugin.slots import SLOTS
-from glowplug.core.resolve import plan as make_plan
 from glowplug.core.testing.fakes import TINY_LLAMA, TINY_V3, write_model
 from glowplug.entrypoints.flag_table import FLAGS, Flag
 from tests.plan.test_flags import given

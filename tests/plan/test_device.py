@@ -10,8 +10,8 @@ import pytest
 from glowplug.core.errors import PlanRefused, Refusal
 from glowplug.core.facts.machine import read_sheet
 from glowplug.core.facts.model_facts import HardwareFacts
+from glowplug.core.plan.resolve import plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
-from glowplug.core.resolve import plan
 
 CUDA = {"model": "embedded", "device": "cuda"}
 

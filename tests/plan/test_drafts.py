@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from glowplug.core.checks_draft import tokenizer_difference
 from glowplug.core.errors import PlanRefused, Refusal
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.checks.speculation import tokenizer_difference
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.testing.fakes import TINY_LLAMA, TINY_V3, write_model
 
 NEXTN = {**TINY_V3, "num_nextn_predict_layers": 1}

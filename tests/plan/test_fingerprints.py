@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from glowplug.core.facts.machine import read_sheet
-from glowplug.core.fingerprint import answers_fingerprint, plan_fingerprint
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.fingerprint import answers_fingerprint, plan_fingerprint
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.plugin.slots import SLOTS
 from glowplug.core.testing.fakes import TINY_V3, write_model
@@ -161,9 +161,9 @@ def test_cards_and_libraries_count_for_the_api_alone(planned: Planner) -> None:
 
 def test_every_process_finds_the_same(planned: Planner, v3: Path) -> None:
     plan = planned({"server": {"cors_origins": ["http://a", "http://b"]}})
-    code = ("import sys\nfrom glowplug.core.fingerprint import answers_fingerprint\n"
+    code = ("import sys\nfrom glowplug.core.plan.fingerprint import answers_fingerprint\n"
             "from glowplug.core.facts.machine import read_sheet\nfrom glowplug.core.plugin.registry import load_plugins\n"
-            "from glowplug.core.resolve import plan\n"
+            "from glowplug.core.plan.resolve import plan\n"
             f"found = plan({{'server': {{'cors_origins': ['http://a', 'http://b']}}, 'model': {str(v3)!r},\n"
             "    'weights': {'use': 'random'}}, plugins=load_plugins(entry_points=False), hardware=read_sheet('cpu'))\n"
             "assert 'torch' not in sys.modules\nprint(found.fingerprint, answers_fingerprint(found))")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from glowplug.core.memory.graph_bytes import PAGE, driver_bytes
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.budget.graphs import PAGE, driver_bytes
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.registry import PluginSet
 from tests.tiny import write_config
 from tests.traced_memory import planned as planned_for_card, plugins_of_the_card, written

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from glowplug.core.facts.machine import read_sheet
-from glowplug.core.memory.graph_bytes import PER_PIECE
+from glowplug.core.plan.budget.graphs import PER_PIECE
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, Capture, Mode
 from tests.tiny import write_config
 

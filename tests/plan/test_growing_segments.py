@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from glowplug.core.facts.machine import read_sheet
-from glowplug.core.plan import BudgetLine, EnginePlan
+from glowplug.core.plan.plan import BudgetLine, EnginePlan
 from glowplug.core.plugin.offers import CollectiveOffers
 from glowplug.core.testing.fakes import component
 from tests.plan.test_graphs import decided

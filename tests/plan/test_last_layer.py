@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from tests.plan.test_growing_segments import H200
 from tests.tiny import write_config
 

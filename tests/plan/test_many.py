@@ -16,7 +16,7 @@ import json, math, random, sys, time
 from glowplug.core.errors import PlanRefused
 from glowplug.core.facts.machine import read_sheet
 from glowplug.core.plugin.registry import load_plugins
-from glowplug.core.resolve import plan
+from glowplug.core.plan.resolve import plan
 from tests.pace import slowness, yardstick
 
 axes = [json.loads(sys.argv[1]), ["auto", "auto", "torch_mla", "torch_mha"], ["auto", "auto", "bfloat16", "fp8_e4m3"],

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from glowplug import LLM, PlanRefused, SamplingParams
+from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
-from glowplug.core.resolve import plan as make_plan
 from tests.tiny import CONFIGS, write_config
 
 SAMPLE, PARTS = 200, 4  #: parts: so that processes share them

@@ -10,9 +10,9 @@ import pytest
 
 from glowplug.core.errors import PlanRefused, Refusal
 from glowplug.core.facts.machine import read_sheet
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
-from glowplug.core.resolve import plan as make_plan
 from glowplug.core.testing.fakes import write_model
 from glowplug.plugins.attention import measured
 from tests.tiny import LLAMA

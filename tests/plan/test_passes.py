@@ -8,11 +8,11 @@ import pytest
 
 from glowplug.core.facts.machine import read_sheet, sheet_names
 from glowplug.core.facts.model_facts import Facts, HardwareFacts
-from glowplug.core.plan import EnginePlan
-from glowplug.core.plan_table import render, table
+from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.plan.resolve import plan as make_plan
+from glowplug.core.plan.table import render, table
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.plugin.slots import SLOTS
-from glowplug.core.resolve import plan as make_plan
 from glowplug.core.testing.fakes import TINY_V3, write_model
 
 GIB = 1 << 30

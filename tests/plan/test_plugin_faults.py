@@ -9,7 +9,7 @@ import pluggy
 import pytest
 
 from glowplug.core.errors import PluginLoadError
-from glowplug.core.plan import Choice
+from glowplug.core.plan.plan import Choice
 from glowplug.core.plugin import hookspecs
 from glowplug.core.plugin.component import Component
 from glowplug.core.plugin.hookspecs import hookimpl

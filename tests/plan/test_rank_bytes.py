@@ -14,9 +14,9 @@ from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.facts.model_folder import embedded_path, model_facts, normalise, read_folder, read_json
 from glowplug.core.facts.parameters import count_elements, count_parameters
 from glowplug.core.facts.weight_classes import role_of, tally
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.budget.weights import Storage, number_bytes, parts_of, weights_by_rank
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
-from glowplug.core.rank_bytes import Storage, number_bytes, parts_of, weights_by_rank
 from glowplug.core.testing.ranks import THREADS, RankSet, rank_plan
 from tests.source_tree import ROOT
 from tests.tiny import CONFIGS, write_config

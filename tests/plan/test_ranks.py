@@ -14,9 +14,9 @@ import pytest
 from glowplug.core.errors import PlanRefused, Refusal
 from glowplug.core.facts.machine import read_sheet
 from glowplug.core.facts.model_facts import HardwareFacts
-from glowplug.core.layout_table import blocks, runs
-from glowplug.core.plan import BudgetLine, EnginePlan
-from glowplug.core.plan_table import render
+from glowplug.core.plan.layout_table import blocks, runs
+from glowplug.core.plan.plan import BudgetLine, EnginePlan
+from glowplug.core.plan.table import render
 from glowplug.core.plugin.registry import PluginSet
 from tests.pace import slowness, yardstick
 from tests.plan.test_cli import ENVIRONMENT, glowplug
@@ -155,7 +155,7 @@ def test_ranks_fill_as_few_hosts_as_hold_them(planned: Any) -> None:
 
 
 def test_this_machine_is_one_of_several_equal_ones(planned: Any, plugins: PluginSet) -> None:
-    from glowplug.core.resolve import plan as make_plan
+    from glowplug.core.plan.resolve import plan as make_plan
 
     config = {"model": "embedded", "device": "cpu", **strategies(("tensor", 2)),
               "executor": {"use": "torchrun", "hosts": 2, "address": "10.0.0.1:5000"}}

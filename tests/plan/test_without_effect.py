@@ -8,7 +8,7 @@ import pytest
 
 from glowplug.core.errors import PluginLoadError
 from glowplug.core.facts.machine import read_sheet
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.component import CheckContext, Component
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, Capture, Mode, OpsOffers
 from glowplug.core.plugin.options import OpsOptions

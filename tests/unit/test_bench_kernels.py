@@ -12,9 +12,9 @@ import torch
 from pydantic import Field
 
 from glowplug.core.facts.machine import software
+from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.component import Component, Options
 from glowplug.core.plugin.registry import PluginSet, load_plugins
-from glowplug.core.resolve import plan as make_plan
 from glowplug.entrypoints import bench
 from glowplug.entrypoints.bench import kernel_timing, kernels
 from glowplug.entrypoints.bench.kernel_calls import Call

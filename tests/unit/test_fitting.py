@@ -14,7 +14,7 @@ from glowplug.core.errors import GlowplugError
 from glowplug.core.memory.fit import Left, compared, pages_that_fit
 from glowplug.core.memory.measure import HostGauge, MemoryMeter
 from glowplug.core.messages import Control
-from glowplug.core.plan import BudgetLine, EnginePlan
+from glowplug.core.plan.plan import BudgetLine, EnginePlan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.startup import rate
 from glowplug.core.testing.plans import bare_plan

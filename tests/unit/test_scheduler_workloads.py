@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import PrefixCache, Worker
 from glowplug.core.request import Sequence
 from glowplug.core.testing.drive import Drive, sequence

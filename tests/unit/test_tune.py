@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
-from glowplug.core.resolve import plan as make_plan
 from glowplug.core.tuning import LayerShapes, layer_shapes
 from glowplug.entrypoints import tune_workers
 from glowplug.entrypoints.cli import main

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from glowplug.core.checking import instead, reads, refuse
-from glowplug.core.draft import Draft
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.mesh import OVER_TP
+from glowplug.core.plan.checks.rules import instead, reads, refuse
+from glowplug.core.plan.proposal import Draft
 from glowplug.core.plugin.component import Chosen
 from glowplug.core.plugin.offers import CollectiveOffers, ExecutorOffers, ParallelOffers
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from glowplug.core.draft import Draft
 from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.facts.mesh import axis_size
 from glowplug.core.facts.parameters import is_moe_layer, stated
+from glowplug.core.plan.proposal import Draft
 from glowplug.core.plugin.byte_costs import SHOWN, AttentionStep, ExpertsStep, Work, gated_rows
 from glowplug.core.plugin.component import Chosen
 from glowplug.core.plugin.offers import AttentionOffers, OpsOffers, QuantizationOffers

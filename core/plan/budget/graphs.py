@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from glowplug.core.draft import Draft
 from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.facts.parameters import stated
-from glowplug.core.plan import BudgetLine
+from glowplug.core.plan.plan import BudgetLine
+from glowplug.core.plan.proposal import Draft
 from glowplug.core.plugin.offers import AttentionOffers, Mode
 from glowplug.core.plugin.options import GraphOptions
 

@@ -4,13 +4,13 @@ On a device these numbers stand only until the largest steps have been run and m
 """
 from __future__ import annotations
 
-from glowplug.core.draft import Draft
 from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.facts.mesh import axis_size
 from glowplug.core.facts.parameters import stated
-from glowplug.core.memory.graph_bytes import graph_line
-from glowplug.core.memory.layer_bytes import LayerBytes, StepTokens
-from glowplug.core.plan import BudgetLine
+from glowplug.core.plan.budget.graphs import graph_line
+from glowplug.core.plan.budget.layers import LayerBytes, StepTokens
+from glowplug.core.plan.plan import BudgetLine
+from glowplug.core.plan.proposal import Draft
 from glowplug.core.plugin.byte_costs import DecodingRows
 from glowplug.core.plugin.offers import AttentionOffers, SamplerOffers
 

@@ -8,10 +8,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from glowplug.core.checking import instead, listed, reads, refuse
-from glowplug.core.draft import Draft
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.model_facts import ModelFacts
+from glowplug.core.plan.checks.rules import instead, listed, reads, refuse
+from glowplug.core.plan.proposal import Draft
 from glowplug.core.plugin.component import Chosen
 from glowplug.core.plugin.offers import ModelOffers, SpeculativeOffers, WeightOffers
 

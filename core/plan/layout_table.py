@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from glowplug.core.facts.mesh import axis_size, coordinates
 from glowplug.core.facts.splits import splits
-from glowplug.core.plan import EnginePlan
+from glowplug.core.plan.plan import EnginePlan
 
 Row = tuple[str, str, str, str, str]  #: what, choice, by, why, bytes: as in the plan's table
 SHOWN = 4  #: blocks that are written out before the middle ones are left out
@@ -129,7 +129,7 @@ def _place(plan: EnginePlan, first: int, stop: int) -> str:
 
 
 def _device_memory(plan: EnginePlan) -> str:
-    from glowplug.core.sizing import human
+    from glowplug.core.plan.budget.sizes import human
 
     cards = plan.facts.hardware.devices
     return f", of {human(min(card.memory for card in cards))}" if plan.device == "cuda" and cards else ""

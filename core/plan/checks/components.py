@@ -7,11 +7,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from glowplug.core import checks_draft, checks_ranks, last_layer_choice
-from glowplug.core.checking import instead, listed, reads, refuse, use_field
-from glowplug.core.draft import Draft
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.model_facts import ModelFacts
+from glowplug.core.plan.checks import (
+    last_layer as last_layer_choice,
+    ranks as checks_ranks,
+    speculation as checks_draft,
+)
+from glowplug.core.plan.checks.rules import instead, listed, reads, refuse, use_field
+from glowplug.core.plan.checks.suggestions import suggestions
+from glowplug.core.plan.proposal import Draft
 from glowplug.core.plugin.component import CONTRACT, Chosen, Component
 from glowplug.core.plugin.offers import (
     CARRIED_KINDS,
@@ -30,7 +35,6 @@ from glowplug.core.plugin.offers import (
 )
 from glowplug.core.plugin.requirements import installation, missing_packages
 from glowplug.core.plugin.slots import SLOTS, Slot
-from glowplug.core.suggestions import suggestions
 
 #: more checks, which register themselves when they are imported
 MODULES = (checks_draft, checks_ranks, last_layer_choice)

@@ -12,7 +12,7 @@ from glowplug.core.config.schema import EngineConfig, Parsed
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.model_facts import Facts
 from glowplug.core.facts.weight_classes import Tally
-from glowplug.core.plan import Decision
+from glowplug.core.plan.plan import Decision
 from glowplug.core.plugin.component import CheckContext, Chosen, Component, Options
 from glowplug.core.plugin.options import Section
 from glowplug.core.plugin.slots import BY_NAME, SLOTS, Slot

@@ -10,24 +10,24 @@ from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any
 
-from glowplug.core.checking import run_checks
-from glowplug.core.checks import component_checks, stacking
-from glowplug.core.checks_ranks import out_of_order
-from glowplug.core.choose import choose, unfit
 from glowplug.core.config.schema import SECRETS, EngineConfig, Parsed, parse, recorded
-from glowplug.core.draft import Draft
 from glowplug.core.errors import ConfigError, FactsError, PlanRefused, PluginLoadError, Refusal, WeightError
 from glowplug.core.facts.machine import this_machine
 from glowplug.core.facts.mesh import divides
 from glowplug.core.facts.model_facts import Facts, HardwareFacts
 from glowplug.core.facts.model_folder import with_digest
-from glowplug.core.fingerprint import plan_fingerprint
-from glowplug.core.plan import BudgetLine, Choice, Decision, EnginePlan, Sizes
+from glowplug.core.plan.budget.sizes import size
+from glowplug.core.plan.checks.components import component_checks, stacking
+from glowplug.core.plan.checks.ranks import out_of_order
+from glowplug.core.plan.checks.rules import run_checks
+from glowplug.core.plan.choose import choose, unfit
+from glowplug.core.plan.fingerprint import plan_fingerprint
+from glowplug.core.plan.plan import BudgetLine, Choice, Decision, EnginePlan, Sizes
+from glowplug.core.plan.proposal import Draft
 from glowplug.core.plugin.component import Chosen
 from glowplug.core.plugin.options import Section, SpeculativeOptions
 from glowplug.core.plugin.registry import ModelReading, PluginSet, load_plugins
 from glowplug.core.plugin.slots import SLOTS, Slot
-from glowplug.core.sizing import size
 
 
 def plan(config: Mapping[str, Any], *, source: str = "the configuration", lines: Mapping[str, int] | None = None,

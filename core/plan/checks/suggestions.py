@@ -6,8 +6,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from glowplug.core.draft import Draft, chosen_of, options_of
 from glowplug.core.errors import Refusal
+from glowplug.core.plan.proposal import Draft, chosen_of, options_of
 from glowplug.core.plugin.component import CheckContext, Chosen, Component, Options
 from glowplug.core.plugin.requirements import missing_packages
 from glowplug.core.plugin.slots import BY_NAME, Slot

@@ -3,9 +3,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from glowplug.core.checking import reads
-from glowplug.core.draft import Draft
 from glowplug.core.errors import Refusal
+from glowplug.core.plan.checks.rules import reads
+from glowplug.core.plan.proposal import Draft
 from glowplug.core.plugin.offers import ModelOffers
 
 FIELD = "scheduler.last_layer"

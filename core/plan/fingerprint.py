@@ -14,7 +14,7 @@ import msgspec
 import glowplug
 from glowplug.core.config.schema import SECRETS, EngineConfig
 from glowplug.core.facts.model_facts import ModelFacts
-from glowplug.core.plan import Choice, EnginePlan
+from glowplug.core.plan.plan import Choice, EnginePlan
 from glowplug.core.plugin.slots import BY_NAME
 
 DIGITS = 16

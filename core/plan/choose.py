@@ -9,12 +9,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from glowplug.core.checking import run_checks, use_field
-from glowplug.core.checks import component_checks, provider_checks
-from glowplug.core.draft import Draft, chosen_of, options_of
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.model_facts import HardwareFacts
-from glowplug.core.last_layer_choice import choose_last_layer
+from glowplug.core.plan.checks.components import component_checks, provider_checks
+from glowplug.core.plan.checks.last_layer import choose_last_layer
+from glowplug.core.plan.checks.rules import run_checks, use_field
+from glowplug.core.plan.proposal import Draft, chosen_of, options_of
 from glowplug.core.plugin.component import CONTRACT, Chosen, Component, Options
 from glowplug.core.plugin.loading import Registration
 from glowplug.core.plugin.offers import FLOAT_DTYPES, ModelOffers, ParallelOffers

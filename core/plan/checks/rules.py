@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from glowplug.core.draft import Draft
 from glowplug.core.errors import Refusal
+from glowplug.core.plan.checks.suggestions import suggestions
+from glowplug.core.plan.proposal import Draft
 from glowplug.core.plugin.component import Chosen
 from glowplug.core.plugin.slots import BY_NAME, SLOTS, Slot
-from glowplug.core.suggestions import suggestions
 
 Check = Callable[[Draft], Iterator[Refusal]]
 CHECKS: list[Check] = []

@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from glowplug.core.layout_table import layout_rows, total_rows
-from glowplug.core.plan import BudgetLine, EnginePlan
-from glowplug.core.sizing import human
+from glowplug.core.plan.budget.sizes import human
+from glowplug.core.plan.layout_table import layout_rows, total_rows
+from glowplug.core.plan.plan import BudgetLine, EnginePlan
 
 HEADER = ("what", "choice", "by", "why", "bytes")
 MAX_CHOICE = 24  #: a longer one wraps

@@ -8,18 +8,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from glowplug.core.draft import Draft
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.facts.mesh import axis_size
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.facts.weight_classes import Tally
-from glowplug.core.memory.graph_bytes import extend_tokens, pass_tokens, short_steps
-from glowplug.core.memory.step_bytes import RESERVED, workspace_lines
-from glowplug.core.plan import BudgetLine, Sizes
+from glowplug.core.plan.budget.graphs import extend_tokens, pass_tokens, short_steps
+from glowplug.core.plan.budget.step import RESERVED, workspace_lines
+from glowplug.core.plan.budget.weights import Storage, weights_by_rank
+from glowplug.core.plan.plan import BudgetLine, Sizes
+from glowplug.core.plan.proposal import Draft
 from glowplug.core.plugin.offers import AttentionOffers, CollectiveOffers, QuantizationOffers, SpeculativeOffers
 from glowplug.core.plugin.options import QuantizationOptions
-from glowplug.core.rank_bytes import Storage, weights_by_rank
 
 GIB = 1 << 30
 CPU_SHARE = 0.7  #: of the memory, so that the machine stays usable
