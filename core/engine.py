@@ -15,9 +15,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence as Seq
 from typing import Any
 
-from glowplug.core.batch import Batch, idle_batch, shape_of
 from glowplug.core.errors import RequestError
-from glowplug.core.messages import (
+from glowplug.core.observe import PrefillTimer, StepObserver, StepTimer
+from glowplug.core.plugin.offers import Mode
+from glowplug.core.protocols import Collectives, Scheduler
+from glowplug.core.protocols.parallel_stack import ParallelStack
+from glowplug.core.rank_controls import ControlHandler, RankControls
+from glowplug.core.runner import InFlight, Runner
+from glowplug.core.stalls import CODE, Stall, StallWatch
+from glowplug.core.step.batch import Batch, idle_batch, shape_of
+from glowplug.core.step.messages import (
     Abort,
     Finished,
     Inbound,
@@ -30,14 +37,7 @@ from glowplug.core.messages import (
     decode_turn,
     encode_turn,
 )
-from glowplug.core.observe import PrefillTimer, StepObserver, StepTimer
-from glowplug.core.parallel_stack import ParallelStack
-from glowplug.core.plugin.offers import Mode
-from glowplug.core.protocols import Collectives, Scheduler
-from glowplug.core.rank_controls import ControlHandler, RankControls
-from glowplug.core.request import Sequence
-from glowplug.core.runner import InFlight, Runner
-from glowplug.core.stalls import CODE, Stall, StallWatch
+from glowplug.core.step.request import Sequence
 
 logger = logging.getLogger("glowplug.engine")
 

@@ -8,9 +8,9 @@ from typing import Protocol
 
 import numpy as np
 
-from glowplug.core.batch import Batch, StepResult
-from glowplug.core.messages import StepOutput
-from glowplug.core.rows import SequenceTable
+from glowplug.core.step.batch import Batch, StepResult
+from glowplug.core.step.messages import StepOutput
+from glowplug.core.step.sequence_table import SequenceTable
 
 
 class StepObserver(Protocol):

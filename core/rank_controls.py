@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 
 from glowplug.core.errors import RequestError
-from glowplug.core.messages import Control, Reply
 from glowplug.core.protocols import Collectives
+from glowplug.core.step.messages import Control, Reply
 
 ControlHandler = Callable[[dict[str, Any]], dict[str, Any]]
 

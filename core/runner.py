@@ -14,10 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from glowplug.core.batch import Accepted, Batch, PromptLogprobs, StepResult
-from glowplug.core.host_copy import Copy, HostCopier
-from glowplug.core.last_layer import HostEnds
-from glowplug.core.placement import send, slots_at
 from glowplug.core.plan.budget.step import SCORED
 from glowplug.core.protocols import (
     AttentionBackend,
@@ -27,8 +23,12 @@ from glowplug.core.protocols import (
     Sampler,
     SpeculativeAlgorithm,
 )
-from glowplug.core.rows import SequenceTable
-from glowplug.core.segments import DIRECT, Cuts, Extension
+from glowplug.core.step.batch import Accepted, Batch, PromptLogprobs, StepResult
+from glowplug.core.step.graph_pieces import DIRECT, Cuts, Extension
+from glowplug.core.step.sampled_last_layer import HostEnds
+from glowplug.core.step.sequence_table import SequenceTable
+from glowplug.core.step.to_device import send, slots_at
+from glowplug.core.step.to_host import Copy, HostCopier
 
 Forward = Callable[[torch.Tensor, torch.Tensor, Batch], torch.Tensor]
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from glowplug.core.batch import Batch, StepResult
-from glowplug.core.messages import Finished, Stats
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import SchedulingPolicy
-from glowplug.core.request import Sequence
-from glowplug.core.rows import SequenceTable
+from glowplug.core.step.batch import Batch, StepResult
+from glowplug.core.step.messages import Finished, Stats
+from glowplug.core.step.request import Sequence
+from glowplug.core.step.sequence_table import SequenceTable
 
 STILL_TURNS = 100  #: turns without a step, at least, before requests are ended
 STILL_SECONDS = 1.0  #: and seconds: a turn without a step takes microseconds

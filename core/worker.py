@@ -11,28 +11,28 @@ from typing import Any
 
 import torch
 
-from glowplug.core.build import BuildContext
 from glowplug.core.engine import Engine, RankClock
 from glowplug.core.errors import GlowplugError
 from glowplug.core.facts.mesh import coordinates
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.fitting import RankMemory
 from glowplug.core.loading import load_model
-from glowplug.core.memory.allocator import PageAllocator
 from glowplug.core.memory.measure import memory_now
 from glowplug.core.memory.segments import use_segments
-from glowplug.core.parallel_stack import ParallelStack
 from glowplug.core.plan.budget.sizes import human
 from glowplug.core.plan.plan import Choice, EnginePlan
 from glowplug.core.plugin.offers import QuantizationOffers
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.profiling import Profiler, step_phases
 from glowplug.core.protocols import Model, QuantizationScheme, Scheduler, Worker
+from glowplug.core.protocols.build_context import BuildContext
+from glowplug.core.protocols.parallel_stack import ParallelStack
 from glowplug.core.rank_controls import ControlHandler
-from glowplug.core.rows import SequenceTable
 from glowplug.core.runner import Runner
 from glowplug.core.stalls import StallWatch
 from glowplug.core.startup import Note, Phases, Report, logger, rate
+from glowplug.core.step.pages import PageAllocator
+from glowplug.core.step.sequence_table import SequenceTable
 
 
 def build_context(plan: EnginePlan, plugins: PluginSet, worker: Worker, *, facts: ModelFacts | None = None,

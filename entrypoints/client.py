@@ -13,12 +13,12 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from glowplug.core.errors import EngineDead, QueueFull, RequestError
-from glowplug.core.messages import Control, Inbound, Outbound, Reply, Stats, decode_outbound, encode
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import ServerOptions
 from glowplug.core.protocols import Executor
-from glowplug.core.request import SamplingParams
-from glowplug.core.tokenizer import Tokenizer
+from glowplug.core.step.messages import Control, Inbound, Outbound, Reply, Stats, decode_outbound, encode
+from glowplug.core.step.request import SamplingParams
+from glowplug.core.text.tokenizer import Tokenizer
 from glowplug.entrypoints.delta import Delta
 from glowplug.entrypoints.front import Front, Stream
 
@@ -197,7 +197,7 @@ class EngineClient:
         self._end([stream for group in self._requests.values() for stream in group])
 
     def _end(self, streams: list[Stream]) -> None:
-        from glowplug.core.messages import Abort
+        from glowplug.core.step.messages import Abort
 
         live = [stream.id for stream in streams if not stream.done]
         if live:

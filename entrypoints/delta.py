@@ -4,7 +4,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from glowplug.core.messages import Logprobs
+from glowplug.core.step.messages import Logprobs
 
 
 class Times(NamedTuple):

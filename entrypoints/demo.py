@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from glowplug.core.request import SamplingParams
+from glowplug.core.step.request import SamplingParams
 from glowplug.entrypoints.commands.check import add_plan_option, show_plan
 from glowplug.entrypoints.delta import Delta
 

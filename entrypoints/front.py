@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glowplug.core.errors import RequestError, context_exceeded, prompt_too_long
-from glowplug.core.messages import (
+from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.step.messages import (
     Abort,
     Finished,
     Inbound,
@@ -26,10 +27,9 @@ from glowplug.core.messages import (
     packed_ids,
     total,
 )
-from glowplug.core.output import OutputProcessor
-from glowplug.core.plan.plan import EnginePlan
-from glowplug.core.request import SamplingParams
-from glowplug.core.tokenizer import Tokenizer
+from glowplug.core.step.request import SamplingParams
+from glowplug.core.text.stop_strings import OutputProcessor
+from glowplug.core.text.tokenizer import Tokenizer
 from glowplug.entrypoints.delta import Delta, Times
 
 

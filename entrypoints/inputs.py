@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glowplug.core.errors import RequestError
-from glowplug.core.request import SamplingParams
+from glowplug.core.step.request import SamplingParams
 
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
 Message = dict[str, Any]

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from glowplug.core.errors import EngineDead, RequestError
-from glowplug.core.messages import Abort, Control, Logprobs, Reply, decode_outbound, encode
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import load_plugins
-from glowplug.core.request import SamplingParams
+from glowplug.core.step.messages import Abort, Control, Logprobs, Reply, decode_outbound, encode
+from glowplug.core.step.request import SamplingParams
 from glowplug.entrypoints import inputs
 from glowplug.entrypoints.delta import Delta
 from glowplug.entrypoints.front import Front, Stream

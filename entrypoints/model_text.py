@@ -10,7 +10,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.registry import PluginSet
 
 if TYPE_CHECKING:
-    from glowplug.core.tokenizer import Tokenizer
+    from glowplug.core.text.tokenizer import Tokenizer
 
 
 def open_tokenizer(plan: EnginePlan, plugins: PluginSet) -> Tokenizer | None:
@@ -43,7 +43,7 @@ def open_tokenizer(plan: EnginePlan, plugins: PluginSet) -> Tokenizer | None:
 
 def _try_template(tokenizer: Tokenizer) -> None:
     """Render one message. PlanRefused when that fails, unless the template itself refuses such a conversation."""
-    from glowplug.core.chat_template import TEMPLATE_FIX
+    from glowplug.core.text.chat_template import TEMPLATE_FIX
 
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "hello"}])

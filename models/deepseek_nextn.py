@@ -7,13 +7,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from glowplug.core.batch import Batch
-from glowplug.core.build import BuildContext
 from glowplug.core.layers.decoder import DecoderModel
 from glowplug.core.layers.embedding import Embedding, LmHead
 from glowplug.core.layers.linear import Linear, Part
 from glowplug.core.layers.module import Module
 from glowplug.core.layers.norm import RmsNorm
+from glowplug.core.protocols.build_context import BuildContext
+from glowplug.core.step.batch import Batch
 from glowplug.models.deepseek_config import DeepseekConfig
 from glowplug.models.deepseek_v2 import deepseek_layer, deepseek_rope
 

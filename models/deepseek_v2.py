@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
-from glowplug.core.build import BuildContext
 from glowplug.core.layers.attention import MlaAttention, MlaSizes
 from glowplug.core.layers.decoder import DecoderLayer, DecoderModel
 from glowplug.core.layers.mlp import Mlp
@@ -14,6 +13,7 @@ from glowplug.core.layers.moe import Moe, MoeSizes
 from glowplug.core.layers.rope import Rope, RopeConfig
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Model, Worker
+from glowplug.core.protocols.build_context import BuildContext
 from glowplug.models.deepseek_config import DeepseekConfig
 
 

@@ -3,13 +3,13 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
-from glowplug.core.build import BuildContext
 from glowplug.core.layers.attention import MhaAttention
 from glowplug.core.layers.decoder import DecoderLayer, DecoderModel
 from glowplug.core.layers.mlp import Mlp
 from glowplug.core.layers.rope import Rope, RopeConfig
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Model, Worker
+from glowplug.core.protocols.build_context import BuildContext
 
 
 class LlamaFamily:

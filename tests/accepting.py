@@ -1,9 +1,9 @@
 """A plugin that notes how many tokens each sequence gained in each of its steps."""
 from __future__ import annotations
 
-from glowplug.core.batch import Batch
-from glowplug.core.messages import StepOutput
 from glowplug.core.plugin.hookspecs import hookimpl
+from glowplug.core.step.batch import Batch
+from glowplug.core.step.messages import StepOutput
 
 gained: dict[int, list[int]] = {}  #: sequence id -> tokens of each committed step
 

@@ -25,9 +25,9 @@ import numpy as np
 import torch
 
 from glowplug.core.errors import PlanRefused
-from glowplug.core.messages import Abort, Submit, packed_ids
 from glowplug.core.plugin.registry import PluginSet, load_plugins
-from glowplug.core.request import SamplingParams
+from glowplug.core.step.messages import Abort, Submit, packed_ids
+from glowplug.core.step.request import SamplingParams
 from glowplug.core.testing.drive import Collected
 from glowplug.core.testing.ranks import THREADS, RankSet, rank_plan
 from tests.tiny import write_config

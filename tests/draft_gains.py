@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from glowplug import LLM, SamplingParams
-from glowplug.core.messages import Stats
+from glowplug.core.step.messages import Stats
 from glowplug.models.embedded.tasks import held_out_tasks
 
 STEPS = (0, 1, 2, 3)

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from glowplug.core.batch import Batch
 from glowplug.core.layers.moe import Gate, Moe, MoeSizes
 from glowplug.core.runner import Runner
+from glowplug.core.step.batch import Batch
 
 Key = tuple[int, int]
 EXACT = 1e-6  #: of a score: float32 sums in another order

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glowplug.core.batch import Batch
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Worker
-from glowplug.core.segments import ExtendWork
+from glowplug.core.step.batch import Batch
+from glowplug.core.step.graph_pieces import ExtendWork
 from glowplug.plugins.graphs.cuda_graph_runtime import CudaGraph
 from glowplug.plugins.graphs.cuda_recorder import map_tensors
 from glowplug.plugins.graphs.extend_runtime import Extends

@@ -11,8 +11,8 @@ from torch import Tensor
 from glowplug.core.facts.kv_layout import KVLayout
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Limits, MlaLayer, QuantizationScheme, Sampled, Worker
-from glowplug.core.request import SamplingParams
 from glowplug.core.runner import Runner
+from glowplug.core.step.request import SamplingParams
 from glowplug.plugins.attention.torch_mla_runtime import TorchMla
 from glowplug.plugins.quantization.block_fp8_runtime import BlockFp8
 from glowplug.plugins.quantization.none_runtime import NoQuantization

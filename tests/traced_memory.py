@@ -25,14 +25,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from glowplug.core import placement, warmup, worker
-from glowplug.core.batch import shape_of
+from glowplug.core import warmup, worker
 from glowplug.core.facts.machine import read_sheet
-from glowplug.core.memory.pool import KVPool
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.runner import Runner
+from glowplug.core.step import to_device as placement
+from glowplug.core.step.batch import shape_of
+from glowplug.core.step.kv_pool import KVPool
 from tests.source_tree import ROOT
 from tests.tiny import write_config
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glowplug.core.batch import Ends
-from glowplug.core.build import BuildContext
 from glowplug.core.layers.linear import Linear, Part
 from glowplug.core.layers.module import Module
 from glowplug.core.layers.norm import RmsNorm
-from glowplug.core.placement import rows_at
 from glowplug.core.protocols import Parts, RopeRows
+from glowplug.core.protocols.build_context import BuildContext
+from glowplug.core.step.batch import Ends
+from glowplug.core.step.to_device import rows_at
 
 BLOCK = 128  #: rows and columns of a stored block
 LATENT_EPS = 1e-6  #: of the two latent norms; published code and checkpoints never take it from the config

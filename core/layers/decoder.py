@@ -5,8 +5,6 @@ from collections.abc import Callable, Sequence as Seq
 
 from torch import Tensor
 
-from glowplug.core.batch import Batch, Ends
-from glowplug.core.build import BuildContext
 from glowplug.core.layers.attention import MhaAttention, MlaAttention
 from glowplug.core.layers.embedding import Embedding, LmHead, TiedHead
 from glowplug.core.layers.mlp import Mlp
@@ -14,8 +12,10 @@ from glowplug.core.layers.module import Module
 from glowplug.core.layers.moe import Moe
 from glowplug.core.layers.norm import RmsNorm
 from glowplug.core.layers.rope import Rope
-from glowplug.core.placement import rows_at
 from glowplug.core.protocols import Parts
+from glowplug.core.protocols.build_context import BuildContext
+from glowplug.core.step.batch import Batch, Ends
+from glowplug.core.step.to_device import rows_at
 
 
 class DecoderLayer(Module):

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from glowplug.core.build import BuildContext
 from glowplug.core.layers.linear import Linear, Part
 from glowplug.core.layers.module import Module, Target, part_of
-from glowplug.core.placement import rows_at
 from glowplug.core.protocols import Collectives, WeightTarget
+from glowplug.core.protocols.build_context import BuildContext
+from glowplug.core.step.to_device import rows_at
 
 
 class Embedding(Module):

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from glowplug.core.build import BuildContext
 from glowplug.core.layers.module import Module
 from glowplug.core.protocols import LinearMethod, LinearShape, Ops, Parts, Quantized, Shard, WeightTarget
+from glowplug.core.protocols.build_context import BuildContext
 
 FORMAT_PLAIN = "plain"
 

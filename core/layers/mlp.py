@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
-from glowplug.core.batch import Batch
-from glowplug.core.build import BuildContext
 from glowplug.core.layers.linear import Linear, Part, producer
 from glowplug.core.layers.module import Module
+from glowplug.core.protocols.build_context import BuildContext
+from glowplug.core.step.batch import Batch
 
 
 class Mlp(Module):

@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from glowplug.core.batch import Batch
-from glowplug.core.build import BuildContext
 from glowplug.core.layers.linear import FORMAT_PLAIN, Both, agreed_format, both_formats, caster
 from glowplug.core.layers.mlp import Mlp
 from glowplug.core.layers.module import Module, Target
@@ -23,6 +21,8 @@ from glowplug.core.protocols import (
     StartedExperts,
     WeightTarget,
 )
+from glowplug.core.protocols.build_context import BuildContext
+from glowplug.core.step.batch import Batch
 
 
 @dataclass(frozen=True)

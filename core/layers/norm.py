@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glowplug.core.build import BuildContext
 from glowplug.core.layers.linear import producer
 from glowplug.core.layers.module import Module, Target
 from glowplug.core.protocols import Parts, WeightTarget
+from glowplug.core.protocols.build_context import BuildContext
 
 
 class RmsNorm(Module):

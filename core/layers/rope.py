@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glowplug.core.build import BuildContext
+from glowplug.core.protocols.build_context import BuildContext
 
 
 @dataclass(frozen=True)

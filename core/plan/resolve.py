@@ -109,7 +109,7 @@ def _with_template(facts: Facts | None, given: object, refusals: list[Refusal]) 
         given = str(given)
     if facts is None or not isinstance(given, str) or not given:
         return facts
-    from glowplug.core.chat_template import read_template
+    from glowplug.core.text.chat_template import read_template
 
     try:
         return replace(facts, model=replace(facts.model, chat_template=read_template(given)))
@@ -179,7 +179,7 @@ def _packages(stated: Mapping[str, str], packages: Mapping[str, str]) -> Decisio
 
 
 def _template_decision(draft: Draft, given: str) -> Decision:
-    from glowplug.core.chat_template import is_inline
+    from glowplug.core.text.chat_template import is_inline
 
     by, why = draft.source("chat_template") or ("default", "")
     return Decision("chat_template", "inline" if is_inline(given) else PurePath(given).name, by, why)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from glowplug.core.plan.plan import Decision, EnginePlan
     from glowplug.core.plugin.component import CheckContext, Component
     from glowplug.core.protocols import Worker
-    from glowplug.core.tokenizer import Tokenizer
+    from glowplug.core.text.tokenizer import Tokenizer
     from glowplug.core.tuning import Tuner
 
 PROJECT = "glowplug"
@@ -121,7 +121,7 @@ def read_model_facts(path: Path) -> ModelFacts | None:
 
 @hookspec(firstresult=True)
 def open_tokenizer(path: Path, facts: ModelFacts) -> Tokenizer | None:
-    """A tokenizer (``core/tokenizer.py``'s protocol) for the model at ``path``. None: not this plugin's format."""
+    """A tokenizer (``core/text/tokenizer.py``'s protocol) for the model at ``path``. None: not this plugin's format."""
 
 
 # ---- planning -----------------------------------------------------------------------------------------------------

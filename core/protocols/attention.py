@@ -3,9 +3,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from glowplug.core.batch import Batch
 from glowplug.core.facts.kv_layout import KVLayout
 from glowplug.core.protocols.worker import Limits
+from glowplug.core.step.batch import Batch
 
 if TYPE_CHECKING:
     from torch import Tensor

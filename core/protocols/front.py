@@ -32,7 +32,7 @@ class OutputParserFactory(Protocol):
 
 
 class Executor(Protocol):
-    """Runs the ranks. The only object the front talks to; messages are bytes (see ``core/messages.py``).
+    """Runs the ranks. The only object the front talks to; messages are bytes (see ``core/step/messages.py``).
 
     Attributes:
         leads: the front runs here. False: another host has it; here only call ``start``, then ``outputs`` until it

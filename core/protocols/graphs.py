@@ -4,11 +4,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from glowplug.core.batch import Accepted, Batch
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols.sampling import Sampler
-from glowplug.core.segments import Cuts, Extension
+from glowplug.core.step.batch import Accepted, Batch
+from glowplug.core.step.graph_pieces import Cuts, Extension
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,13 +4,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence as Seq
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from glowplug.core.batch import Batch
 from glowplug.core.facts.model_facts import ModelFacts, TensorFact
+from glowplug.core.step.batch import Batch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from glowplug.core.build import BuildContext
+    from glowplug.core.protocols.build_context import BuildContext
 
 
 class WeightTarget(Protocol):

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from glowplug.core.batch import Batch, StepShape
-from glowplug.core.request import Sequence
+from glowplug.core.step.batch import Batch, StepShape
+from glowplug.core.step.request import Sequence
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,7 +77,7 @@ class RequestRouter(Protocol):
 
 
 class ParallelStrategy(Protocol):
-    """One way to share the work among ranks. Several are composed by ``core/parallel_stack.py``."""
+    """One way to share the work among ranks. Several are composed by ``core/protocols/parallel_stack.py``."""
 
     def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard | None:
         """This rank's part of dimension ``full`` of layer ``name``; None: what the strategies before this one say.

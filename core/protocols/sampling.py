@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from glowplug.core.batch import Accepted, Batch, LogprobTensors
 from glowplug.core.protocols.models import Model, ModelFamily
 from glowplug.core.protocols.worker import Limits
-from glowplug.core.request import SamplingParams
+from glowplug.core.step.batch import Accepted, Batch, LogprobTensors
+from glowplug.core.step.request import SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from glowplug.core.build import BuildContext
+    from glowplug.core.protocols.build_context import BuildContext
 
 
 @dataclass(eq=False)

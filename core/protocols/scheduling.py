@@ -8,11 +8,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from glowplug.core.batch import Batch, StepResult
-from glowplug.core.memory.allocator import PageAllocator
-from glowplug.core.messages import Abort, Stats, StepOutput
-from glowplug.core.request import Sequence
-from glowplug.core.rows import SequenceTable
+from glowplug.core.step.batch import Batch, StepResult
+from glowplug.core.step.messages import Abort, Stats, StepOutput
+from glowplug.core.step.pages import PageAllocator
+from glowplug.core.step.request import Sequence
+from glowplug.core.step.sequence_table import SequenceTable
 
 
 @dataclass(eq=False)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.layers.rope import RopeConfig
-from glowplug.core.memory.pool import TORCH_DTYPES
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import AttentionBackend, Worker
+from glowplug.core.step.kv_pool import TORCH_DTYPES
 from glowplug.core.testing.paged_world import Row, World, make_world, random_rows
 from glowplug.core.testing.plans import bare_plan
 

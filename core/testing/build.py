@@ -15,16 +15,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from glowplug.core.batch import Batch
-from glowplug.core.build import BuildContext
 from glowplug.core.facts.model_facts import ModelFacts, TensorFact
 from glowplug.core.loading import load_model
-from glowplug.core.memory.pool import KVPool
-from glowplug.core.parallel_stack import ParallelStack
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.protocols import AttentionBackend, Limits, Model, WeightTarget, Worker
+from glowplug.core.protocols.build_context import BuildContext
+from glowplug.core.protocols.parallel_stack import ParallelStack
+from glowplug.core.step.batch import Batch
+from glowplug.core.step.kv_pool import KVPool
 from glowplug.core.testing.plans import bare_plan
 
 ATTENTION = {"mla": "torch_mla", "mha": "torch_mha"}  #: attention backend by the model's kind

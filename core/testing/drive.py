@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from glowplug.core.batch import Batch, StepResult
-from glowplug.core.messages import Abort, Admitted, Finished, StepOutput
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import PrefixCache, Scheduler, SchedulingPolicy
-from glowplug.core.request import SamplingParams, Sequence
-from glowplug.core.rows import SequenceTable
+from glowplug.core.step.batch import Batch, StepResult
+from glowplug.core.step.messages import Abort, Admitted, Finished, StepOutput
+from glowplug.core.step.request import SamplingParams, Sequence
+from glowplug.core.step.sequence_table import SequenceTable
 from glowplug.core.testing.fake_model import FakeModel, PoisonedPages
 
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from glowplug.core.batch import Batch, PromptLogprobs, StepResult
-from glowplug.core.memory.allocator import PageAllocator
 from glowplug.core.plugin.offers import Mode
-from glowplug.core.request import SamplingParams
-from glowplug.core.rows import SequenceTable
+from glowplug.core.step.batch import Batch, PromptLogprobs, StepResult
+from glowplug.core.step.pages import PageAllocator
+from glowplug.core.step.request import SamplingParams
+from glowplug.core.step.sequence_table import SequenceTable
 
 MASK = (1 << 64) - 1
 START = 0x51ED270B

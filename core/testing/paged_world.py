@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from glowplug.core.batch import Batch
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Limits
+from glowplug.core.step.batch import Batch
 
 
 @dataclass

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from glowplug.core.batch import NO_WORK, StepShape, idle_batch
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Collectives, ParallelStrategy, Shard
+from glowplug.core.step.batch import NO_WORK, StepShape, idle_batch
 
 CUT = ("column", "row", "vocab", "heads", "experts", "expert_width")  #: roles whose parts are disjoint
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)

@@ -7,7 +7,7 @@ import pytest
 
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import SchedulingPolicy
-from glowplug.core.request import Sequence
+from glowplug.core.step.request import Sequence
 from glowplug.core.testing.drive import sequence
 from glowplug.core.testing.plans import bare_plan
 

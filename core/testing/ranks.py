@@ -21,11 +21,11 @@ import torch
 
 from glowplug.core.engine import Engine
 from glowplug.core.errors import CollectiveError
-from glowplug.core.messages import Control, Inbound, Outbound, Reply, Stats, StepOutput, Submit, encode, packed_ids
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins, load_plugins_for
-from glowplug.core.request import SamplingParams
+from glowplug.core.step.messages import Control, Inbound, Outbound, Reply, Stats, StepOutput, Submit, encode, packed_ids
+from glowplug.core.step.request import SamplingParams
 from glowplug.core.testing.drive import Collected, collect
 from glowplug.core.testing.threads_runtime import MEETINGS, Meeting
 from glowplug.core.worker import build_rank

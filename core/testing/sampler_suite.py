@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from glowplug.core.batch import Batch
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Limits, Sampled, Sampler
-from glowplug.core.request import SamplingParams
+from glowplug.core.step.batch import Batch
+from glowplug.core.step.request import SamplingParams
 
 VOCAB = 37  #: small enough for a chi-square test, and no multiple of anything
 ROWS = 40

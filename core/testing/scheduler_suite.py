@@ -18,7 +18,7 @@ import pytest
 from glowplug.core.errors import QueueFull, RequestError
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import PrefixCache, Scheduler, SchedulingPolicy
-from glowplug.core.request import Sequence
+from glowplug.core.step.request import Sequence
 from glowplug.core.testing.drive import Drive, sequence
 from glowplug.core.testing.fake_model import reference
 from glowplug.core.testing.plans import VOCAB, bare_plan

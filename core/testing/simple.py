@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glowplug.core.protocols import PrefixMatch
-from glowplug.core.request import Sequence
+from glowplug.core.step.request import Sequence
 
 
 class KeepsNothing:

@@ -7,10 +7,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from glowplug.core.batch import Accepted, Batch
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Limits, Sampled, SpeculativeAlgorithm
-from glowplug.core.request import SamplingParams
+from glowplug.core.step.batch import Accepted, Batch
+from glowplug.core.step.request import SamplingParams
 
 VOCAB, HIDDEN, ROWS = 23, 8, 8
 

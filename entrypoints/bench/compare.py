@@ -106,7 +106,7 @@ def _sides(args: argparse.Namespace, llm: LLM, rounds: list[Ids]) -> dict[str, A
 
 def _ours(llm: LLM, prompts: Ids, count: int) -> tuple[float, Ids]:
     """(output tokens a second, the tokens) of one ``generate`` call, nothing of it in the prefix cache."""
-    from glowplug.core.request import SamplingParams
+    from glowplug.core.step.request import SamplingParams
 
     llm.control("flush")
     params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)

@@ -76,7 +76,7 @@ def run_static_batch(llm: LLM, prompts: Sequence[list[int]], output_len: int) ->
     A step in which only some of them get a token does not count as a decode step. GlowplugError when a sequence ends
     before its length: numbers of such a run would mean nothing.
     """
-    from glowplug.core.request import SamplingParams
+    from glowplug.core.step.request import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
     begun = now = time.perf_counter()

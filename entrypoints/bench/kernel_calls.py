@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glowplug.core.batch import Batch
 from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import (
@@ -20,6 +19,7 @@ from glowplug.core.protocols import (
     Ops,
     QuantizationScheme,
 )
+from glowplug.core.step.batch import Batch
 from glowplug.entrypoints.bench.floor import weight_bytes
 
 KEPT = 1 << 26  #: numbers of an output up to which a copy is kept, to compare providers by

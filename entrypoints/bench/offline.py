@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 def _measure(args: argparse.Namespace, config: dict[str, Any]) -> list[dict[str, Any]]:
     from msgspec.structs import asdict
 
-    from glowplug.core.request import SamplingParams
+    from glowplug.core.step.request import SamplingParams
     from glowplug.entrypoints.llm import LLM
 
     with LLM(**config) as llm:

@@ -152,7 +152,7 @@ def _ask_all(llm: LLM, args: argparse.Namespace) -> tuple[dict[str, Any], list[l
 
 def _ask(llm: LLM, question: str, most: int) -> Answer:
     """One greedy answer, nothing of it in the prefix cache. Form with working where the model has one."""
-    from glowplug.core.request import SamplingParams
+    from glowplug.core.step.request import SamplingParams
 
     llm.control("flush")
     params = SamplingParams(temperature=0.0, max_tokens=most)

@@ -218,7 +218,7 @@ class Soak:
         self._hold()
 
     def _ask_again(self) -> None:
-        from glowplug.core.request import SamplingParams
+        from glowplug.core.step.request import SamplingParams
 
         params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
         answers = [done.token_ids for done in self.llm.generate(self.mix.questions(QUESTIONS, ANSWER), params)]

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from glowplug.core.plan.plan import EnginePlan
-from glowplug.core.request import SamplingParams
+from glowplug.core.step.request import SamplingParams
 
 PREFIXES = 8  #: beginnings that requests share
 REFUSED = 0.01  #: share of requests that are too long to be taken

@@ -7,7 +7,7 @@ from fastapi import Depends, Request
 from starlette.responses import Response
 
 from glowplug.core.errors import RequestError
-from glowplug.core.request import SamplingParams
+from glowplug.core.step.request import SamplingParams
 from glowplug.entrypoints.server import prompts
 from glowplug.entrypoints.server.answers import EventStream, collected, json_response, streamed, unless_gone
 from glowplug.entrypoints.server.body import body_of

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from glowplug.core.errors import EngineDead
-from glowplug.core.request import SamplingParams
+from glowplug.core.step.request import SamplingParams
 from glowplug.entrypoints.delta import Delta
 from glowplug.entrypoints.server.errors import from_delta
 from glowplug.entrypoints.server.metrics import Metrics

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from glowplug.core.messages import Logprobs
+from glowplug.core.step.messages import Logprobs
 from glowplug.entrypoints.server.token_names import TokenNames
 
 FLOOR = -9999.0  #: stands for minus infinity, which JSON cannot say

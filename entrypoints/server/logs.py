@@ -8,8 +8,8 @@ from typing import Any
 
 import orjson
 
-from glowplug.core.messages import Stats
 from glowplug.core.plugin.options import LogOptions
+from glowplug.core.step.messages import Stats
 from glowplug.entrypoints.client import EngineClient
 from glowplug.entrypoints.server.metric_names import hit_rate
 

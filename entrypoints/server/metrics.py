@@ -8,8 +8,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from glowplug.core.messages import Stats
 from glowplug.core.plugin.options import MetricsOptions
+from glowplug.core.step.messages import Stats
 from glowplug.entrypoints.delta import Times
 from glowplug.entrypoints.server.metric_names import (
     BY_GROUP,

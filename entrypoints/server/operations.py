@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from glowplug import __version__
 from glowplug.core.errors import EngineDead, RequestError
-from glowplug.core.request import SamplingParams
+from glowplug.core.step.request import SamplingParams
 from glowplug.entrypoints.server.answers import json_response
 from glowplug.entrypoints.server.body import body_of
 from glowplug.entrypoints.server.context import Context, get_context

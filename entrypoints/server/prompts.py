@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from glowplug.core.errors import RequestError, prompt_too_long
-from glowplug.core.tokenizer import TEMPLATE_ARGUMENTS
+from glowplug.core.text.tokenizer import TEMPLATE_ARGUMENTS
 from glowplug.entrypoints.server.context import Context
 from glowplug.entrypoints.server.protocol.chat import ChatRequest, Message
 from glowplug.entrypoints.server.protocol.completions import MAX_PROMPTS

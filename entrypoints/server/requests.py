@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import Request
 
 from glowplug.core.errors import RequestError
-from glowplug.core.request import SamplingParams
+from glowplug.core.step.request import SamplingParams
 from glowplug.entrypoints.server.context import Context
 from glowplug.entrypoints.server.jobs import Job
 from glowplug.entrypoints.server.prompts import Prompt

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from glowplug.core.errors import RequestError
-from glowplug.core.request import SamplingParams
+from glowplug.core.step.request import SamplingParams
 from glowplug.entrypoints.server.protocol.fields import SamplingFields
 from glowplug.entrypoints.server.protocol.native import NativeSampling
 

@@ -25,7 +25,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import LogOptions, ServerOptions
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.protocols import Executor, OutputParserFactory, Worker
-from glowplug.core.tokenizer import Tokenizer
+from glowplug.core.text.tokenizer import Tokenizer
 from glowplug.entrypoints import event_loop, exit_codes
 from glowplug.entrypoints.client import EngineClient
 from glowplug.entrypoints.follow import follow

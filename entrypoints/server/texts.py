@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from glowplug.core.errors import RequestError, context_exceeded
-from glowplug.core.tokenizer import Tokenizer
+from glowplug.core.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 TEXT_SECONDS = 20.0  #: most time one text may take

@@ -1,7 +1,7 @@
 """How single tokens are written in log-probabilities: as text when they are text, else by their bytes."""
 from __future__ import annotations
 
-from glowplug.core.tokenizer import Tokenizer
+from glowplug.core.text.tokenizer import Tokenizer
 
 
 class TokenNames:

@@ -9,11 +9,11 @@ import torch
 from sgl_kernel.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from torch import Tensor
 
-from glowplug.core.batch import Batch
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.byte_costs import DecodingRows
 from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import Limits, Worker
+from glowplug.core.step.batch import Batch
 from glowplug.plugins.attention.paged_mha import PagedMha
 from glowplug.plugins.attention.slot_buffers import SlotBuffers, decoding_rows
 from glowplug.plugins.attention.table_bytes import SMALL_PAGE, fa3_mha_bytes, mha_parts

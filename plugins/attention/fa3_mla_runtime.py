@@ -7,12 +7,12 @@ import torch
 from sgl_kernel.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from torch import Tensor
 
-from glowplug.core.batch import Batch
 from glowplug.core.facts.mesh import axis_size
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.byte_costs import DecodingRows
 from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import Limits, MlaLayer, Worker
+from glowplug.core.step.batch import Batch
 from glowplug.plugins.attention.paged_mla import PagedMla
 from glowplug.plugins.attention.slot_buffers import SlotBuffers, decoding_rows
 from glowplug.plugins.attention.table_bytes import fa3_mla_bytes, mla_parts

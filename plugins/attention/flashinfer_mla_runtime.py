@@ -13,11 +13,11 @@ from flashinfer.prefill import BatchPrefillWithRaggedKVCacheWrapper
 from numpy.typing import NDArray
 from torch import Tensor
 
-from glowplug.core.batch import Batch
 from glowplug.core.facts.mesh import axis_size
 from glowplug.core.layers.rope import RopeConfig
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Limits, MlaLayer, Worker
+from glowplug.core.step.batch import Batch
 from glowplug.plugins.attention.flashinfer_mla import WORKSPACE, FlashInferMlaOptions
 from glowplug.plugins.attention.flashinfer_works import check_layout, set_lengths, shrink
 from glowplug.plugins.attention.paged_mla import PagedMla

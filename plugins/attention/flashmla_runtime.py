@@ -7,11 +7,11 @@ import torch
 from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from torch import Tensor
 
-from glowplug.core.batch import Batch
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.byte_costs import DecodingRows
 from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import Limits, MlaLayer, Worker
+from glowplug.core.step.batch import Batch
 from glowplug.plugins.attention.fa3_mla_runtime import Fa3Mla
 from glowplug.plugins.attention.table_bytes import slots_bytes
 

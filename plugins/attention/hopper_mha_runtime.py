@@ -5,11 +5,11 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from glowplug.core.batch import Batch
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.byte_costs import DecodingRows
 from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import Worker
+from glowplug.core.step.batch import Batch
 from glowplug.plugins.attention.fa3_mha_runtime import Fa3Mha
 from glowplug.plugins.attention.library import SIXTEEN_BITS
 from glowplug.plugins.attention.measured import fastest_mha

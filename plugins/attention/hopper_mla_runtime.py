@@ -3,11 +3,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from glowplug.core.batch import Batch
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.byte_costs import DecodingRows
 from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import MlaLayer, Worker
+from glowplug.core.step.batch import Batch
 from glowplug.kernels.fp8 import Blocks
 from glowplug.plugins.attention.flashmla_runtime import FlashMla
 from glowplug.plugins.attention.library import SIXTEEN_BITS

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from glowplug.core.batch import Batch
 from glowplug.core.facts.kv_layout import KVLayout
 from glowplug.core.facts.mesh import axis_size
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, ProjectedMla, Worker
+from glowplug.core.step.batch import Batch
 from glowplug.kernels.triton.mha_store import mha_store
 from glowplug.plugins.attention.cache_layout import local_kv_heads, mha_layout
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glowplug.core.batch import Batch
 from glowplug.core.facts.kv_layout import KVEntry, KVLayout
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, RopeRows, Worker
+from glowplug.core.step.batch import Batch
 from glowplug.kernels import merge, mla
 from glowplug.kernels.fp8 import BLOCK, Blocks
 from glowplug.plugins.attention.absorbed import stored_is_faster

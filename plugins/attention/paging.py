@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from glowplug.core.batch import Batch
+from glowplug.core.step.batch import Batch
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from glowplug.core.batch import Batch
-from glowplug.core.placement import send
+from glowplug.core.step.batch import Batch
+from glowplug.core.step.to_device import send
 
 Ints = NDArray[np.int32]
 

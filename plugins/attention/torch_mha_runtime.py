@@ -6,10 +6,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from glowplug.core.batch import Batch
 from glowplug.core.facts.kv_layout import KVLayout
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, Worker
+from glowplug.core.step.batch import Batch
 from glowplug.kernels import mha
 from glowplug.kernels.merge import merge_states
 from glowplug.plugins.attention.cache_layout import local_kv_heads, mha_layout

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from glowplug.core.batch import Batch
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import MlaLayer, Worker
+from glowplug.core.step.batch import Batch
 from glowplug.kernels.fp8 import Blocks
 from glowplug.kernels.triton import mla_values
 from glowplug.kernels.triton.mla_decode import Tiling, decode_parts, mla_decode, ring_fits, tiling

@@ -12,7 +12,7 @@ from enum import IntEnum
 
 import msgspec
 
-from glowplug.core.messages import Failed, Outbound, Progress
+from glowplug.core.step.messages import Failed, Outbound, Progress
 
 BEAT = 0.5  #: seconds between a rank's signs of life
 QUIET = 2.5  #: seconds without one that make a rank (or a host) suspect once others have lost a peer

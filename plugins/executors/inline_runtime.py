@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from glowplug.core.collecting import give_memory_back
 from glowplug.core.errors import EngineDead, GlowplugError
-from glowplug.core.messages import Outbound, Progress, encode
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.registry import load_plugins_for
 from glowplug.core.protocols import Worker
+from glowplug.core.step.messages import Outbound, Progress, encode
 
 if TYPE_CHECKING:
     from glowplug.core.engine import Engine

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from glowplug.core.messages import Failed, Outbound, Progress, decode_outbound
 from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.step.messages import Failed, Outbound, Progress, decode_outbound
 from glowplug.plugins.executors.blame import QUIET, SETTLE, Kind, Trouble, Watch, first_cause
 from glowplug.plugins.executors.rank_process import rank_main
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from glowplug.core.collecting import settle_memory
 from glowplug.core.errors import CollectiveError, PlanRefused, WeightError
-from glowplug.core.messages import Failed, Outbound, Progress, encode
 from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.step.messages import Failed, Outbound, Progress, encode
 from glowplug.plugins.executors.blame import BEAT, ENDED
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ import msgspec
 from msgspec.structs import replace
 
 from glowplug.core.errors import EngineDead, EngineStopped, PlanRefused, Refusal
-from glowplug.core.messages import decode_outbound
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Worker
+from glowplug.core.step.messages import decode_outbound
 from glowplug.plugins.executors.agreement import differences, identity
 from glowplug.plugins.executors.blame import LOADED, QUIET, Kind, Watch, first_cause, host_limit, not_ready, settled
 from glowplug.plugins.executors.local_ranks import GRACE, for_front

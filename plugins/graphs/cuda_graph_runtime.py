@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 import torch
 
-from glowplug.core.batch import Batch, shape_of
 from glowplug.core.errors import CaptureError
 from glowplug.core.plan.plan import EnginePlan, Sizes
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Steps, Worker
-from glowplug.core.request import SamplingParams
+from glowplug.core.step.batch import Batch, shape_of
+from glowplug.core.step.request import SamplingParams
 from glowplug.plugins.graphs.cuda_graph import CudaGraphOptions
 from glowplug.plugins.graphs.cuda_recorder import CudaRecorder
 from glowplug.plugins.graphs.extend_runtime import Extends

@@ -3,10 +3,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from glowplug.core.batch import Batch
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Worker
+from glowplug.core.step.batch import Batch
 from glowplug.plugins.graphs.eager import EagerOptions
 
 

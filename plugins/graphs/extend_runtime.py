@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from glowplug.core.segments import ExtendWork, Extension
+from glowplug.core.step.graph_pieces import ExtendWork, Extension
 from glowplug.plugins.graphs.piecewise_runtime import Tape
 
 

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from glowplug.core.batch import Batch
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Steps
-from glowplug.core.segments import Cut
+from glowplug.core.step.batch import Batch
+from glowplug.core.step.graph_pieces import Cut
 
 T = TypeVar("T")
 

@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from glowplug.core.batch import Batch, StepShape
 from glowplug.core.plan.plan import Sizes
 from glowplug.core.plugin.offers import Mode
+from glowplug.core.step.batch import Batch, StepShape
 from glowplug.plugins.graphs.staging import Staging
 
 T = TypeVar("T")

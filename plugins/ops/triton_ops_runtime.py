@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from glowplug.core.placement import rows_at
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Parts, RopeRows, Worker
+from glowplug.core.step.to_device import rows_at
 from glowplug.kernels.triton import activation, fp8_quant, norm, rope
 from glowplug.kernels.triton.route import route
 from glowplug.plugins.ops import triton_int8

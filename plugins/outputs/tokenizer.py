@@ -8,7 +8,7 @@ from glowplug.core.plugin.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from glowplug.core.facts.model_facts import ModelFacts
-    from glowplug.core.tokenizer import Tokenizer
+    from glowplug.core.text.tokenizer import Tokenizer
 
 
 @hookimpl
@@ -17,6 +17,6 @@ def open_tokenizer(path: Path, facts: ModelFacts) -> Tokenizer | None:
     folder = path if path.is_dir() else path.parent
     if not (folder / "tokenizer.json").is_file() or (path.is_file() and path.name != "tokenizer.json"):
         return None
-    from glowplug.core.tokenizer import Tokenizer
+    from glowplug.core.text.tokenizer import Tokenizer
 
     return Tokenizer.from_folder(folder)

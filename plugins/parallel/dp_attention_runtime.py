@@ -7,12 +7,12 @@ import numpy as np
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from glowplug.core.batch import Batch, StepShape
 from glowplug.core.facts.mesh import axis_size, coordinates, deal
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import RequestRouter, Shard, Worker
-from glowplug.core.request import Sequence
+from glowplug.core.step.batch import Batch, StepShape
+from glowplug.core.step.request import Sequence
 from glowplug.plugins.parallel.unsplit import Unsplit
 
 if TYPE_CHECKING:

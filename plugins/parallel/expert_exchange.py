@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from glowplug.core.batch import Batch
 from glowplug.core.protocols import Collectives
+from glowplug.core.step.batch import Batch
 from glowplug.kernels.sums import add_up
 
 

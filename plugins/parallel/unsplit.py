@@ -3,8 +3,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from glowplug.core.batch import Batch, StepShape
 from glowplug.core.protocols import ExpertExchange, RequestRouter, Shard
+from glowplug.core.step.batch import Batch, StepShape
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from glowplug.core.request import SamplingParams
+from glowplug.core.step.request import SamplingParams
 
 GREEDY_BELOW = 1e-5  #: temperatures under this are greedy
 

@@ -6,10 +6,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from glowplug.core.batch import Batch, LogprobTensors
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Limits, Sampled, Worker
-from glowplug.core.request import SamplingParams
+from glowplug.core.step.batch import Batch, LogprobTensors
+from glowplug.core.step.request import SamplingParams
 from glowplug.kernels import sampling as kernel
 from glowplug.plugins.sampling.row_state import (
     GREEDY_BELOW,

@@ -5,9 +5,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from glowplug.core.batch import Batch, LogprobTensors
 from glowplug.core.protocols import Limits, Sampled
-from glowplug.core.request import MAX_LOGPROBS, SamplingParams
+from glowplug.core.step.batch import Batch, LogprobTensors
+from glowplug.core.step.request import MAX_LOGPROBS, SamplingParams
 from glowplug.kernels import sampling as reference
 from glowplug.kernels.triton import sampling as kernel, sampling_edits, sampling_scores
 from glowplug.plugins.sampling.row_state import (

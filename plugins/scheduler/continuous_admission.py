@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from glowplug.core.protocols import PrefixMatch, SchedulingPolicy
-from glowplug.core.request import Sequence
+from glowplug.core.step.request import Sequence
 from glowplug.plugins.scheduler.continuous_queue import CachedPrefixes, Queue
 from glowplug.plugins.scheduler.continuous_rows import Ints, Rows
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from glowplug.core.batch import Batch
 from glowplug.core.plan.plan import Sizes
 from glowplug.core.plugin.offers import Mode
-from glowplug.core.request import Sequence
+from glowplug.core.step.batch import Batch
+from glowplug.core.step.request import Sequence
 from glowplug.plugins.scheduler.continuous_rows import Ints, Rows
 
 

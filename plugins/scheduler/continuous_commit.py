@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from glowplug.core.batch import Batch, PromptLogprobs, StepResult
-from glowplug.core.messages import Finished, Logprobs, StepOutput
+from glowplug.core.step.batch import Batch, PromptLogprobs, StepResult
+from glowplug.core.step.messages import Finished, Logprobs, StepOutput
 from glowplug.plugins.scheduler.continuous_rows import Ints, Rows
 
 

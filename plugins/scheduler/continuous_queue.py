@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 
 from glowplug.core.protocols import PrefixCache
-from glowplug.core.request import Sequence
+from glowplug.core.step.request import Sequence
 
 QUEUED, TOTAL = "queue_timeout", "timeout"  #: kinds of deadline; also the error codes
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from glowplug.core.memory.allocator import PageAllocator
 from glowplug.core.protocols import PrefixCache, PrefixMatch
-from glowplug.core.request import Sequence
-from glowplug.core.rows import SequenceTable
+from glowplug.core.step.pages import PageAllocator
+from glowplug.core.step.request import Sequence
+from glowplug.core.step.sequence_table import SequenceTable
 
 Ints = NDArray[np.int32]
 STOP_COLUMNS = 4  #: stop ids compared in one numpy call; sequences with more are looked up one by one

@@ -34,14 +34,14 @@ from copy import copy
 
 import numpy as np
 
-from glowplug.core.batch import Batch, StepResult
 from glowplug.core.errors import QueueFull, RequestError, prompt_too_long
-from glowplug.core.memory.allocator import PageAllocator
-from glowplug.core.messages import Abort, Admitted, Finished, Stats, StepOutput
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import PrefixCache, SchedulingPolicy, Worker
-from glowplug.core.request import Sequence
-from glowplug.core.rows import SequenceTable
+from glowplug.core.step.batch import Batch, StepResult
+from glowplug.core.step.messages import Abort, Admitted, Finished, Stats, StepOutput
+from glowplug.core.step.pages import PageAllocator
+from glowplug.core.step.request import Sequence
+from glowplug.core.step.sequence_table import SequenceTable
 from glowplug.plugins.scheduler import continuous_batch as batches, continuous_commit as commits
 from glowplug.plugins.scheduler.continuous import ContinuousOptions
 from glowplug.plugins.scheduler.continuous_admission import Admission

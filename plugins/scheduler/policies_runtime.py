@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence as Seq
 
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Worker
-from glowplug.core.request import Sequence
+from glowplug.core.step.request import Sequence
 from glowplug.plugins.scheduler.policies import FcfsOptions, LongestPrefixOptions, PriorityOptions
 
 

@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from glowplug.core.batch import Accepted, Batch, StepShape, shape_of
-from glowplug.core.placement import send, slots_at
 from glowplug.core.plugin.offers import Mode
+from glowplug.core.step.batch import Accepted, Batch, StepShape, shape_of
+from glowplug.core.step.to_device import send, slots_at
 
 Ints = NDArray[np.int32]
 FIRST_KEY = 1

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from glowplug.core.batch import Accepted, Batch
 from glowplug.core.protocols import Sampler
+from glowplug.core.step.batch import Accepted, Batch
 from glowplug.plugins.speculative.drafting import Front, Missing, draft_batch
 
 Long = NDArray[np.int64]

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from glowplug.core.batch import Accepted, Batch
-from glowplug.core.build import BuildContext
-from glowplug.core.placement import send
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Limits, Model, ModelFamily, Sampler, Worker
-from glowplug.core.segments import DIRECT, ExtendWork
+from glowplug.core.protocols.build_context import BuildContext
+from glowplug.core.step.batch import Accepted, Batch
+from glowplug.core.step.graph_pieces import DIRECT, ExtendWork
+from glowplug.core.step.to_device import send
 from glowplug.plugins.speculative.drafting import Front, Missing, Places, front, missing, one_more, places
 from glowplug.plugins.speculative.host_chain import (
     front_host,

@@ -5,11 +5,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from glowplug.core.batch import Accepted, Batch, LogprobTensors
-from glowplug.core.build import BuildContext
-from glowplug.core.placement import send
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Limits, Model, ModelFamily, Sampler, Worker
+from glowplug.core.protocols.build_context import BuildContext
+from glowplug.core.step.batch import Accepted, Batch, LogprobTensors
+from glowplug.core.step.to_device import send
 from glowplug.plugins.speculative.none import NoSpeculationOptions
 from glowplug.plugins.speculative.verify import spread
 

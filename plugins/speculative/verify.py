@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from glowplug.core.batch import Accepted, Batch, LogprobTensors
 from glowplug.core.protocols import Sampled, Sampler
+from glowplug.core.step.batch import Accepted, Batch, LogprobTensors
 
 
 def accept_chain(drawn: Tensor, drafts: Tensor) -> Tensor:

@@ -15,12 +15,12 @@ __all__ = ["LLM", "PlanRefused", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
     from glowplug.core.errors import PlanRefused
-    from glowplug.core.request import SamplingParams
+    from glowplug.core.step.request import SamplingParams
     from glowplug.entrypoints.llm import LLM
 
 _LAZY = {
     "LLM": "glowplug.entrypoints.llm",
-    "SamplingParams": "glowplug.core.request",
+    "SamplingParams": "glowplug.core.step.request",
     "PlanRefused": "glowplug.core.errors",
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from glowplug.core.batch import Batch
+from glowplug.core.step.batch import Batch
 from glowplug.core.testing.paged_world import Row, make_world
 
 

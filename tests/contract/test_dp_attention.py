@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from glowplug.core.batch import Batch, StepShape, idle_batch, shape_of
 from glowplug.core.errors import PlanRefused, Refusal
 from glowplug.core.facts.machine import read_sheet
 from glowplug.core.facts.mesh import coordinates
@@ -19,7 +18,8 @@ from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.protocols import Worker
-from glowplug.core.request import SamplingParams, Sequence
+from glowplug.core.step.batch import Batch, StepShape, idle_batch, shape_of
+from glowplug.core.step.request import SamplingParams, Sequence
 from glowplug.core.testing.parallel_suite import ParallelSuite
 from glowplug.core.testing.plans import bare_plan
 from glowplug.core.testing.ranks import THREADS

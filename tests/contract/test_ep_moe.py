@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from glowplug.core.batch import Batch, StepShape, idle_batch
 from glowplug.core.errors import Refusal
 from glowplug.core.facts.mesh import axis_size, coordinates
 from glowplug.core.facts.model_facts import Facts
@@ -18,6 +17,7 @@ from glowplug.core.plugin.component import CheckContext, Chosen
 from glowplug.core.plugin.offers import GraphOffers, Mode, ParallelOffers
 from glowplug.core.plugin.options import GraphOptions, ParallelOptions
 from glowplug.core.protocols import Collectives, ExpertExchange, Worker
+from glowplug.core.step.batch import Batch, StepShape, idle_batch
 from glowplug.core.testing.parallel_suite import ParallelSuite
 from glowplug.core.testing.plans import bare_plan
 from glowplug.core.testing.threads import ThreadOptions

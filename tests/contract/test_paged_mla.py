@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from glowplug.core.batch import Batch
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import AttentionBackend, MlaLayer, Worker
+from glowplug.core.step.batch import Batch
 from glowplug.kernels import mha
 from glowplug.plugins.attention.paged_mla import PagedMla
 from tests.contract.gpu_mla import ProjectedSuite

@@ -9,7 +9,7 @@ import pytest
 
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import PrefixCache, SchedulingPolicy, Worker
-from glowplug.core.request import Sequence
+from glowplug.core.step.request import Sequence
 from glowplug.core.testing.drive import Drive, sequence
 from glowplug.core.testing.plans import bare_plan
 from glowplug.core.testing.scheduler_suite import Clock, SchedulerSuite, prompt

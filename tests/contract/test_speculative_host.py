@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from glowplug.core.batch import Batch
+from glowplug.core.step.batch import Batch
 from glowplug.core.testing.speculative_suite import HIDDEN, Greedy, likely
 from glowplug.plugins.speculative.drafting import front, missing, one_more, places
 from glowplug.plugins.speculative.host_chain import front_host, missing_host, one_more_host, verify_chain_host

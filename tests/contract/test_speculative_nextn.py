@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from glowplug.core.batch import Accepted, Batch, StepShape
 from glowplug.core.errors import PlanRefused
-from glowplug.core.placement import slots_at
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Limits, Worker
-from glowplug.core.segments import Extension
+from glowplug.core.step.batch import Accepted, Batch, StepShape
+from glowplug.core.step.graph_pieces import Extension
+from glowplug.core.step.to_device import slots_at
 from glowplug.core.testing.plans import bare_plan
 from glowplug.core.testing.speculative_suite import HIDDEN, VOCAB, Greedy, SpeculativeSuite, likely, step
 from glowplug.plugins.speculative.drafting import front, missing, one_more, places

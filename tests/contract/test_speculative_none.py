@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from glowplug.core.batch import Batch, LogprobTensors
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Limits, Sampled, Worker
+from glowplug.core.step.batch import Batch, LogprobTensors
 from glowplug.core.testing.speculative_suite import SpeculativeSuite
 from glowplug.plugins.graphs.eager import EagerOptions, register_graph_runners
 from glowplug.plugins.graphs.eager_runtime import Eager

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from glowplug.core.detokenize import byte_alphabet
 from glowplug.core.errors import EngineDead
 from glowplug.core.facts.model_facts import Facts, HardwareFacts, ModelFacts, SoftwareFacts
-from glowplug.core.messages import (
+from glowplug.core.plan.plan import EnginePlan, Sizes
+from glowplug.core.step.messages import (
     Abort,
     Admitted,
     Control,
@@ -32,8 +32,8 @@ from glowplug.core.messages import (
     decode_inbound,
     encode,
 )
-from glowplug.core.plan.plan import EnginePlan, Sizes
-from glowplug.core.tokenizer import Tokenizer
+from glowplug.core.text.detokenize import byte_alphabet
+from glowplug.core.text.tokenizer import Tokenizer
 
 TEXT = "Grüße aus 東京 🗼: the family 👩‍👩‍👧 says hello, and one plus one is two."
 BOS, EOS, USER, ASSISTANT, SYSTEM = 256, 257, 258, 259, 260

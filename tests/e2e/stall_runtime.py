@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from glowplug.core.batch import Accepted, Batch
 from glowplug.core.protocols import Sampler
-from glowplug.core.request import Sequence
+from glowplug.core.step.batch import Accepted, Batch
+from glowplug.core.step.request import Sequence
 from glowplug.plugins.scheduler.continuous_runtime import Continuous
 from glowplug.plugins.speculative.nextn_runtime import NextN
 from glowplug.plugins.speculative.none_runtime import NoSpeculation

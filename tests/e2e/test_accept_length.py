@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from glowplug import LLM
-from glowplug.core.messages import Abort, Submit, packed_ids
-from glowplug.core.request import SamplingParams
+from glowplug.core.step.messages import Abort, Submit, packed_ids
+from glowplug.core.step.request import SamplingParams
 from glowplug.core.testing.ranks import RankSet, rank_plan, submit
 from tests.combinations import VOCAB, Combination, drive, plugins, reference
 

@@ -10,15 +10,15 @@ import torch
 
 from glowplug import LLM
 from glowplug.core import cache_gate
-from glowplug.core.batch import Batch, shape_of
 from glowplug.core.cache_gate import CacheError, Lend, cache_error, check_cache
 from glowplug.core.errors import GlowplugError
 from glowplug.core.facts.kv_layout import KVLayout
 from glowplug.core.fitting import RankMemory
-from glowplug.core.memory.pool import KVPool
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.runner import Runner
+from glowplug.core.step.batch import Batch, shape_of
+from glowplug.core.step.kv_pool import KVPool
 from glowplug.core.worker import make_worker
 from tests.tiny import write_config
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from glowplug import LLM
-from glowplug.core.batch import Batch
 from glowplug.core.engine import Engine
-from glowplug.core.messages import Abort, Control, Inbound, Reply, Stats, StepOutput, Submit
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.runner import InFlight, Runner
+from glowplug.core.step.batch import Batch
+from glowplug.core.step.messages import Abort, Control, Inbound, Reply, Stats, StepOutput, Submit
 from glowplug.core.testing.ranks import THREADS, RankSet, rank_plan, run_ranks, submit
 from tests.tiny import VOCAB, write_config
 

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from glowplug import LLM, SamplingParams
-from glowplug.core.batch import Batch, StepShape
 from glowplug.core.engine import Engine
-from glowplug.core.messages import Finished, Outbound, StepOutput, Submit, encode, packed_ids
-from glowplug.core.parallel_stack import ParallelStack
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.plugin.registry import PluginSet, load_plugins
-from glowplug.core.request import SamplingParams as Params
+from glowplug.core.protocols.parallel_stack import ParallelStack
+from glowplug.core.step.batch import Batch, StepShape
+from glowplug.core.step.messages import Finished, Outbound, StepOutput, Submit, encode, packed_ids
+from glowplug.core.step.request import SamplingParams as Params
 from glowplug.core.worker import build_rank
 from tests.tiny import write_config
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from glowplug import __version__
-from glowplug.core.tokenizer import Tokenizer
+from glowplug.core.text.tokenizer import Tokenizer
 from glowplug.entrypoints.client import EngineClient
 from glowplug.entrypoints.server.context import Context
 from glowplug.entrypoints.server.routes import ROUTES

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from glowplug.core.request import SamplingParams
+from glowplug.core.step.request import SamplingParams
 from glowplug.entrypoints.bench import compare
 from glowplug.entrypoints.llm import LLM
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from glowplug import LLM, SamplingParams
-from glowplug.core.messages import Admitted, Finished, Stats, StepOutput, total
+from glowplug.core.step.messages import Admitted, Finished, Stats, StepOutput, total
 from glowplug.core.testing.plans import bare_plan
 from glowplug.core.testing.ranks import RankSet, rank_plan, submit
 from glowplug.entrypoints.delta import Delta, Times

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from glowplug import LLM, SamplingParams
-from glowplug.core.batch import Batch
 from glowplug.core.plan.plan import Sizes
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.runner import InFlight, Runner
+from glowplug.core.step.batch import Batch
 from glowplug.core.warmup import BETWEEN, WHOLE, counts_between, steps_between
 from tests.tiny import write_config
 

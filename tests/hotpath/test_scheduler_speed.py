@@ -10,10 +10,10 @@ import time
 import numpy as np
 import pytest
 
-from glowplug.core.batch import Batch, StepResult
-from glowplug.core.memory.allocator import PageAllocator
 from glowplug.core.protocols import Worker
-from glowplug.core.rows import SequenceTable
+from glowplug.core.step.batch import Batch, StepResult
+from glowplug.core.step.pages import PageAllocator
+from glowplug.core.step.sequence_table import SequenceTable
 from glowplug.core.testing.drive import sequence
 from glowplug.core.testing.plans import bare_plan
 from glowplug.plugins.cache.radix import RadixOptions

@@ -13,9 +13,9 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from glowplug.core.build import BuildContext
 from glowplug.core.facts.model_folder import model_facts, normalise
 from glowplug.core.layers.moe import Moe, MoeSizes
+from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.testing.build import build_context
 from glowplug.kernels.triton.route import route
 from glowplug.plugins.quantization import dense_cuda

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from glowplug.core.batch import Batch, StepShape
-from glowplug.core.build import BuildContext
 from glowplug.core.facts.mesh import coordinates
 from glowplug.core.facts.model_facts import ModelFacts
-from glowplug.core.parallel_stack import ParallelStack
 from glowplug.core.protocols import Worker
+from glowplug.core.protocols.build_context import BuildContext
+from glowplug.core.protocols.parallel_stack import ParallelStack
+from glowplug.core.step.batch import Batch, StepShape
 from glowplug.core.testing.build import Stepper, build_context, build_model, make, plan_for
 from glowplug.core.testing.ranks import RankSet, rank_plan, submit
 from tests.rank_threads import on_ranks

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from glowplug.core.memory.allocator import SCRATCH_PAGE, PageAllocator
+from glowplug.core.step.pages import SCRATCH_PAGE, PageAllocator
 
 
 def test_every_page_but_the_scratch_page_is_handed_out_once() -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import tokenizers
 
-from glowplug.core import chat_template
-from glowplug.core.chat_template import ChatTemplate
 from glowplug.core.errors import RequestError
-from glowplug.core.tokenizer import Tokenizer
+from glowplug.core.text import chat_template
+from glowplug.core.text.chat_template import ChatTemplate
+from glowplug.core.text.tokenizer import Tokenizer
 from tests.tiny_tokenizer import ASSISTANT, BOS, CHAT, EOS, byte_level
 
 USER = [{"role": "user", "content": "hi"}]

@@ -9,10 +9,10 @@ import pytest
 
 from glowplug.core.errors import PlanRefused
 from glowplug.core.facts.model_facts import HardwareFacts
-from glowplug.core.messages import Failed, Progress
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import load_plugins
+from glowplug.core.step.messages import Failed, Progress
 from glowplug.entrypoints.flags import serve_defaults
 from glowplug.plugins.executors.agreement import differences, identity
 from glowplug.plugins.executors.blame import SPAWN, Kind, Watch, first_cause, host_limit

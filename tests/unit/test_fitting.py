@@ -13,10 +13,10 @@ from glowplug.core.engine import Engine
 from glowplug.core.errors import GlowplugError
 from glowplug.core.memory.fit import Left, compared, pages_that_fit
 from glowplug.core.memory.measure import HostGauge, MemoryMeter
-from glowplug.core.messages import Control
 from glowplug.core.plan.plan import BudgetLine, EnginePlan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.startup import rate
+from glowplug.core.step.messages import Control
 from glowplug.core.testing.plans import bare_plan
 from glowplug.core.testing.ranks import rank_plan
 from glowplug.core.worker import build_rank

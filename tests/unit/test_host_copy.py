@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from glowplug.core.host_copy import TURNS, Copy, HostCopier
+from glowplug.core.step.to_host import TURNS, Copy, HostCopier
 
 
 def begin(copier: HostCopier, tensors: list[torch.Tensor]) -> Copy:

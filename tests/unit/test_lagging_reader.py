@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from glowplug.core.errors import EngineDead
-from glowplug.core.messages import Logprobs
+from glowplug.core.step.messages import Logprobs
 from glowplug.entrypoints.client import _Mailbox
 from glowplug.entrypoints.delta import Delta
 from glowplug.entrypoints.server.answers import streamed

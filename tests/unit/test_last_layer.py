@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from glowplug.core.last_layer import HostEnds, filled
+from glowplug.core.step.sampled_last_layer import HostEnds, filled
 
 
 @pytest.mark.parametrize(("count", "rows"), [(0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (16, 16), (17, 32),

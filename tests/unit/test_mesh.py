@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from glowplug.core.batch import StepShape, idle_batch
 from glowplug.core.facts.mesh import coordinates
-from glowplug.core.parallel_stack import ParallelStack
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Shard
+from glowplug.core.protocols.parallel_stack import ParallelStack
+from glowplug.core.step.batch import StepShape, idle_batch
 from glowplug.core.testing.plans import bare_plan
 from glowplug.core.worker import make_worker
 

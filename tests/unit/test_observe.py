@@ -4,10 +4,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from glowplug.core.batch import StepResult, idle_batch
 from glowplug.core.observe import PrefillTimer, StepTimer
-from glowplug.core.request import Sequence
-from glowplug.core.rows import SequenceTable
+from glowplug.core.step.batch import StepResult, idle_batch
+from glowplug.core.step.request import Sequence
+from glowplug.core.step.sequence_table import SequenceTable
 from glowplug.core.testing.drive import sequence
 
 

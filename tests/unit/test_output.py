@@ -9,9 +9,9 @@ import pytest
 import tokenizers
 from hypothesis import given, settings, strategies as st
 
-from glowplug.core.output import OutputProcessor, StopStrings
-from glowplug.core.request import SamplingParams
-from glowplug.core.tokenizer import Tokenizer
+from glowplug.core.step.request import SamplingParams
+from glowplug.core.text.stop_strings import OutputProcessor, StopStrings
+from glowplug.core.text.tokenizer import Tokenizer
 from tests.pace import slowness, yardstick
 from tests.tiny_tokenizer import EOS, TEXT, byte_level
 from tests.work import lines

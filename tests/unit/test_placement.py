@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from glowplug.core.placement import FEW, rows_at, send, sent
+from glowplug.core.step.to_device import FEW, rows_at, send, sent
 
 CPU = torch.device("cpu")
 

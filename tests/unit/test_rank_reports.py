@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from glowplug.core.errors import CollectiveError, WeightError
-from glowplug.core.messages import Failed, decode_outbound
+from glowplug.core.step.messages import Failed, decode_outbound
 from glowplug.plugins.executors.rank_process import RankLink
 
 

@@ -13,8 +13,8 @@ import torch
 
 from glowplug.core.errors import CollectiveError
 from glowplug.core.facts.mesh import axis_size, coordinates, group
-from glowplug.core.messages import Abort
 from glowplug.core.protocols import Worker
+from glowplug.core.step.messages import Abort
 from glowplug.core.testing.parallel_suite import CollectivesSuite
 from glowplug.core.testing.plans import bare_plan
 from glowplug.core.testing.ranks import RankSet, rank_plan, run_ranks, submit

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from glowplug.core.errors import RequestError
-from glowplug.core.messages import Submit, decode_inbound, encode, packed_ids
 from glowplug.core.plan.resolve import plan
-from glowplug.core.request import MAX_LOGPROBS, MAX_N, SamplingParams
+from glowplug.core.step.messages import Submit, decode_inbound, encode, packed_ids
+from glowplug.core.step.request import MAX_LOGPROBS, MAX_N, SamplingParams
 from glowplug.entrypoints.front import Front
 
 GOOD: dict[str, list[Any]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from glowplug.core.rows import SequenceTable
+from glowplug.core.step.sequence_table import SequenceTable
 from glowplug.core.testing.drive import sequence
 
 

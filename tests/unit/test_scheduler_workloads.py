@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import PrefixCache, Worker
-from glowplug.core.request import Sequence
+from glowplug.core.step.request import Sequence
 from glowplug.core.testing.drive import Drive, sequence
 from glowplug.core.testing.fake_model import CacheFault, reference
 from glowplug.core.testing.plans import VOCAB, bare_plan

@@ -6,11 +6,11 @@ import sys
 import numpy as np
 import pytest
 
-from glowplug.core.batch import Batch, StepResult, idle_batch
-from glowplug.core.messages import Finished, Stats
 from glowplug.core.plugin.offers import Mode
-from glowplug.core.rows import SequenceTable
 from glowplug.core.stalls import BARREN_STEPS, STILL_SECONDS, STILL_TURNS, Stall, StallWatch
+from glowplug.core.step.batch import Batch, StepResult, idle_batch
+from glowplug.core.step.messages import Finished, Stats
+from glowplug.core.step.sequence_table import SequenceTable
 from glowplug.core.testing.drive import sequence
 from glowplug.core.testing.plans import bare_plan
 from glowplug.core.testing.simple import FirstCome

@@ -14,9 +14,9 @@ import pytest
 import tokenizers
 from hypothesis import given, settings, strategies as st
 
-from glowplug.core.detokenize import WINDOW
 from glowplug.core.errors import RequestError
-from glowplug.core.tokenizer import Tokenizer
+from glowplug.core.text.detokenize import WINDOW
+from glowplug.core.text.tokenizer import Tokenizer
 from glowplug.plugins.outputs.tokenizer import open_tokenizer
 from tests.source_tree import ROOT
 from tests.tiny_tokenizer import ASSISTANT, BOS, CHAT, EOS, TEXT, byte_fallback, byte_level, write_folder
@@ -229,7 +229,7 @@ def test_same_as_transformers(tmp_path: Path) -> None:
 
 
 def test_needs_neither_torch_nor_transformers() -> None:
-    code = ("import sys, glowplug.core.output; "
+    code = ("import sys, glowplug.core.text.stop_strings; "
             "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))")
     done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(ROOT / "src")}, timeout=60, check=False)
     assert done.returncode == 0

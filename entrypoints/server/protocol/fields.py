@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from glowplug.core.request import MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS
+from glowplug.core.step.request import MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS
 
 INT32 = (1 << 31) - 1
 MAX_TOKENS_FIELD = INT32

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from glowplug.core.request import MAX_LOGPROBS, MAX_N
+from glowplug.core.step.request import MAX_LOGPROBS, MAX_N
 from glowplug.entrypoints.server.protocol.chat import Message
 from glowplug.entrypoints.server.protocol.completions import MAX_PROMPTS
 from glowplug.entrypoints.server.protocol.fields import (

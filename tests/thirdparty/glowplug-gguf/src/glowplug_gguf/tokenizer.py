@@ -6,7 +6,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer as RawTokenizer, decoders, models, pre_tokenizers
 
 from glowplug.core.errors import FactsError
-from glowplug.core.tokenizer import Tokenizer
+from glowplug.core.text.tokenizer import Tokenizer
 from glowplug_gguf.header import GgufHeader
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  #: token types

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glowplug.core.plugin.offers import Mode
-from glowplug.core.request import Sequence
-from glowplug.core.segments import DIRECT, Segments
+from glowplug.core.step.graph_pieces import DIRECT, Segments
+from glowplug.core.step.request import Sequence
 
 if TYPE_CHECKING:
     import torch

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from glowplug.core.batch import Batch, Ends
 from glowplug.core.plugin.offers import Mode
+from glowplug.core.step.batch import Batch, Ends
 
 if TYPE_CHECKING:
     from torch import Tensor

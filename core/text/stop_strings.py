@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from glowplug.core.request import SamplingParams
-from glowplug.core.tokenizer import Tokenizer
+from glowplug.core.step.request import SamplingParams
+from glowplug.core.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)

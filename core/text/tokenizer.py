@@ -13,9 +13,9 @@ from typing import Any
 
 import tokenizers
 
-from glowplug.core.chat_template import ChatTemplate, cut_after_final_message
-from glowplug.core.detokenize import ByteStream, Pieces, PrefixStream, StreamDecoder, is_byte_level
 from glowplug.core.errors import RequestError
+from glowplug.core.text.chat_template import ChatTemplate, cut_after_final_message
+from glowplug.core.text.detokenize import ByteStream, Pieces, PrefixStream, StreamDecoder, is_byte_level
 
 TEMPLATE_ARGUMENTS = frozenset({"thinking", "enable_thinking", "reasoning_effort"})  #: a request may pass these on
 

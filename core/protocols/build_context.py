@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from glowplug.core.facts.model_facts import ModelFacts
-from glowplug.core.parallel_stack import ParallelStack
 from glowplug.core.protocols import AttentionBackend, Collectives, Ops, QuantizationScheme, Worker
-from glowplug.core.segments import Cuts, Extension
+from glowplug.core.protocols.parallel_stack import ParallelStack
+from glowplug.core.step.graph_pieces import Cuts, Extension
 
 if TYPE_CHECKING:
     import torch

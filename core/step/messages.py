@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from glowplug.core.request import SamplingParams
+from glowplug.core.step.request import SamplingParams
 
 
 class Submit(msgspec.Struct, tag="s", array_like=True):

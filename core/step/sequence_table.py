@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from glowplug.core.request import Sequence
+from glowplug.core.step.request import Sequence
 
 
 class SequenceTable:
