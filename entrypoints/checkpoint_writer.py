@@ -22,7 +22,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.protocols import WeightSource, WeightTarget, Worker
-from glowplug.core.worker import build_context
+from glowplug.core.startup.build_rank import build_context
 from glowplug.entrypoints.byte_tokenizer import TOKENS, write_byte_tokenizer
 from glowplug.entrypoints.checkpoint import BYTES, NONE, TOKENIZER_FILES
 

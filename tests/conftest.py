@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from glowplug.core.collecting import settle_memory
+from glowplug.core.startup.garbage import settle_memory
 from tests.tables import forget
 
 DRIVER = Path("/dev/nvidiactl")

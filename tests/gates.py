@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from glowplug.core.engine.runner import Runner
 from glowplug.core.layers.moe import Gate, Moe, MoeSizes
-from glowplug.core.runner import Runner
 from glowplug.core.step.batch import Batch
 
 Key = tuple[int, int]

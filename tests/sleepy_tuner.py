@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from glowplug.core.plugin.hookspecs import hookimpl
-from glowplug.core.tuning import LayerShapes, Log, Tuner, TuneTable
+from glowplug.core.startup.layer_shapes import LayerShapes, Log, Tuner, TuneTable
 
 SECONDS = 0.05  #: a measurement
 

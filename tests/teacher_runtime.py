@@ -8,10 +8,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from glowplug.core.engine.runner import Runner
 from glowplug.core.facts.kv_layout import KVLayout
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Limits, MlaLayer, QuantizationScheme, Sampled, Worker
-from glowplug.core.runner import Runner
 from glowplug.core.step.request import SamplingParams
 from glowplug.plugins.attention.torch_mla_runtime import TorchMla
 from glowplug.plugins.quantization.block_fp8_runtime import BlockFp8

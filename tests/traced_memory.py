@@ -25,12 +25,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from glowplug.core import warmup, worker
+from glowplug.core.engine.runner import Runner
 from glowplug.core.facts.machine import read_sheet
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
-from glowplug.core.runner import Runner
+from glowplug.core.startup import build_rank as worker, warmup
 from glowplug.core.step import to_device as placement
 from glowplug.core.step.batch import shape_of
 from glowplug.core.step.kv_pool import KVPool

@@ -13,14 +13,14 @@ import pluggy
 if TYPE_CHECKING:
     import argparse
 
+    from glowplug.core.engine.observe import StepObserver
     from glowplug.core.errors import Refusal
     from glowplug.core.facts.model_facts import Facts, ModelFacts
-    from glowplug.core.observe import StepObserver
     from glowplug.core.plan.plan import Decision, EnginePlan
     from glowplug.core.plugin.component import CheckContext, Component
     from glowplug.core.protocols import Worker
+    from glowplug.core.startup.layer_shapes import Tuner
     from glowplug.core.text.tokenizer import Tokenizer
-    from glowplug.core.tuning import Tuner
 
 PROJECT = "glowplug"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -165,7 +165,7 @@ def worker_stopping(worker: Worker) -> None:
 
 @hookspec
 def step_observers(worker: Worker, plan: EnginePlan) -> list[StepObserver]:  # type: ignore[empty-body]
-    """Observers (``core/observe.py``) to be called directly, not through hooks, after each step."""
+    """Observers (``core/engine/observe.py``) to be called directly, not through hooks, after each step."""
 
 
 # ---- surfaces -----------------------------------------------------------------------------------------------------
@@ -183,4 +183,4 @@ def extend_cli(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 @hookspec
 def tuners() -> list[Tuner]:  # type: ignore[empty-body]
-    """Tuners that ``glowplug tune NAME`` runs (``core/tuning.py``): measure kernels for a model and keep tables."""
+    """Tuners that ``glowplug tune NAME`` runs (``core/startup/layer_shapes.py``): measure kernels for a model and keep tables."""

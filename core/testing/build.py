@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from glowplug.core.facts.model_facts import ModelFacts, TensorFact
-from glowplug.core.loading import load_model
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.protocols import AttentionBackend, Limits, Model, WeightTarget, Worker
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.protocols.parallel_stack import ParallelStack
+from glowplug.core.startup.load_weights import load_model
 from glowplug.core.step.batch import Batch
 from glowplug.core.step.kv_pool import KVPool
 from glowplug.core.testing.plans import bare_plan

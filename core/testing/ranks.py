@@ -19,16 +19,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from glowplug.core.engine import Engine
+from glowplug.core.engine.engine import Engine
 from glowplug.core.errors import CollectiveError
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins, load_plugins_for
+from glowplug.core.startup.build_rank import build_rank
 from glowplug.core.step.messages import Control, Inbound, Outbound, Reply, Stats, StepOutput, Submit, encode, packed_ids
 from glowplug.core.step.request import SamplingParams
 from glowplug.core.testing.drive import Collected, collect
 from glowplug.core.testing.threads_runtime import MEETINGS, Meeting
-from glowplug.core.worker import build_rank
 
 THREADS = "glowplug.core.testing.threads"  #: the plugin of in-memory collectives
 SWITCH = 1e-4  #: seconds a thread may hold the interpreter while others wait

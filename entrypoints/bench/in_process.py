@@ -108,7 +108,7 @@ def run_static_batch(llm: LLM, prompts: Sequence[list[int]], output_len: int) ->
 
 def traced(llm: LLM, label: str, work: Callable[[], object]) -> Path:
     """``work`` once more under torch's profiler; the Chrome trace. NOTE: tracing slows it down, so it never counts."""
-    from glowplug.core.profiling import profile_folder  # here, since it needs torch
+    from glowplug.core.engine.profiling import profile_folder  # here, since it needs torch
 
     llm.control("profile_start", label=label)
     work()

@@ -17,16 +17,16 @@ from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.layers.decoder import DecoderLayer
 from glowplug.core.layers.module import Module
 from glowplug.core.layers.moe import Gate
-from glowplug.core.loading import load_model
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.protocols import Limits, WeightTarget
 from glowplug.core.protocols.build_context import BuildContext
+from glowplug.core.startup.build_rank import build_context, make_worker
+from glowplug.core.startup.load_weights import load_model
 from glowplug.core.step.batch import Batch, shape_of
 from glowplug.core.step.kv_pool import KVPool
 from glowplug.core.step.request import SamplingParams
-from glowplug.core.worker import build_context, make_worker
 from glowplug.entrypoints.bench.kernel_calls import Call, RecordedAttention, RecordedOps, RecordedScheme, Recorder
 
 BLOCK = 128

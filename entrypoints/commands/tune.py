@@ -18,7 +18,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.loading import import_factory
 from glowplug.core.plugin.registry import PluginSet
-from glowplug.core.tuning import TableTuner, Tuner, TuneTable, layer_shapes
+from glowplug.core.startup.layer_shapes import TableTuner, Tuner, TuneTable, layer_shapes
 from glowplug.entrypoints.cut_model import model_config, write_cut
 from glowplug.entrypoints.flags import add_engine_options, read_command_line
 from glowplug.entrypoints.tune_workers import run_workers

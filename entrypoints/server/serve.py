@@ -19,12 +19,12 @@ from typing import Any, NoReturn
 
 import uvicorn
 
-from glowplug.core.collecting import settle_memory
 from glowplug.core.errors import GlowplugError, PlanRefused
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import LogOptions, ServerOptions
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.protocols import Executor, OutputParserFactory, Worker
+from glowplug.core.startup.garbage import settle_memory
 from glowplug.core.text.tokenizer import Tokenizer
 from glowplug.entrypoints import event_loop, exit_codes
 from glowplug.entrypoints.client import EngineClient

@@ -7,15 +7,15 @@ import traceback
 from collections import deque
 from typing import TYPE_CHECKING
 
-from glowplug.core.collecting import give_memory_back
 from glowplug.core.errors import EngineDead, GlowplugError
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.registry import load_plugins_for
 from glowplug.core.protocols import Worker
+from glowplug.core.startup.garbage import give_memory_back
 from glowplug.core.step.messages import Outbound, Progress, encode
 
 if TYPE_CHECKING:
-    from glowplug.core.engine import Engine
+    from glowplug.core.engine.engine import Engine
     from glowplug.plugins.executors.inline import InlineOptions
 
 log = logging.getLogger("glowplug")
@@ -36,7 +36,7 @@ class InlineExecutor:
         self._dead: str | None = None
 
     def start(self, plan: EnginePlan) -> None:
-        from glowplug.core.worker import build_rank
+        from glowplug.core.startup.build_rank import build_rank
 
         try:
             self._engine = build_rank(plan, 0, load_plugins_for(plan), self._report)
@@ -83,7 +83,7 @@ class InlineExecutor:
         self._wake.set()
 
     def _end(self) -> None:
-        from glowplug.core.memory.measure import gauge_of
+        from glowplug.core.startup.memory_gauge import gauge_of
 
         assert self._engine is not None
         gauge = gauge_of(str(self._engine.runner.device))

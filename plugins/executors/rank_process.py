@@ -15,14 +15,14 @@ from multiprocessing.connection import Connection
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
-from glowplug.core.collecting import settle_memory
 from glowplug.core.errors import CollectiveError, PlanRefused, WeightError
 from glowplug.core.plan.plan import EnginePlan
+from glowplug.core.startup.garbage import settle_memory
 from glowplug.core.step.messages import Failed, Outbound, Progress, encode
 from glowplug.plugins.executors.blame import BEAT, ENDED
 
 if TYPE_CHECKING:
-    from glowplug.core.engine import Engine
+    from glowplug.core.engine.engine import Engine
 
 SPINS = "3000"  #: turns of a waiting loop, some 10 microseconds
 PR_SET_PDEATHSIG = 1
@@ -159,7 +159,7 @@ def _build(plan: EnginePlan, rank: int, threads: int | None, link: RankLink, ren
     import torch
 
     from glowplug.core.plugin.registry import load_plugins_for
-    from glowplug.core.worker import build_rank
+    from glowplug.core.startup.build_rank import build_rank
 
     if threads is not None:
         torch.set_num_threads(threads)

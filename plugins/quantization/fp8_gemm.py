@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from glowplug.core.errors import GlowplugError
-from glowplug.core.warmup import WHOLE
+from glowplug.core.startup.warmup import WHOLE
 from glowplug.kernels.triton import tuned
 from glowplug.plugins.quantization import gemm_order
 from glowplug.plugins.quantization.block_fp8 import HALVES

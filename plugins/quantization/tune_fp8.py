@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from glowplug.core.plan.plan import EnginePlan
-from glowplug.core.tuning import LayerShapes, Log, TuneTable
+from glowplug.core.startup.layer_shapes import LayerShapes, Log, TuneTable
 from glowplug.kernels.triton import fp8_gemm, fp8_quant, fp8_tuning, tuned
 from glowplug.kernels.triton.moe_tuning import microseconds
 from glowplug.plugins.quantization.fp8_gemm import BLOCK, PROVIDERS, Gemm, TritonGemm, provider_path
@@ -24,7 +24,7 @@ FOR_OURS = 0.8  #: share of the time that our own kernel's configurations get
 
 
 class Fp8GemmTuner:
-    """``core/tuning.py``'s ``TableTuner``. A row is done when both tables hold it."""
+    """``core/startup/layer_shapes.py``'s ``TableTuner``. A row is done when both tables hold it."""
 
     def __init__(self, plan: EnginePlan) -> None:
         self._libraries: list[Gemm] = [provider() for provider in PROVIDERS

@@ -4,14 +4,14 @@ from __future__ import annotations
 import os
 
 from glowplug.core.plan.plan import EnginePlan
-from glowplug.core.tuning import LayerShapes, Log, TuneTable
+from glowplug.core.startup.layer_shapes import LayerShapes, Log, TuneTable
 from glowplug.kernels.triton import moe_fp8_tuning
 from glowplug.plugins.quantization.block_fp8_weights import whole_blocks
 from glowplug.plugins.quantization.tune_moe import rows_in
 
 
 class Fp8ExpertsTuner:
-    """``core/tuning.py``'s ``TableTuner``."""
+    """``core/startup/layer_shapes.py``'s ``TableTuner``."""
 
     def __init__(self, plan: EnginePlan) -> None:
         """Layers' shapes say all; of ``plan`` nothing is read."""

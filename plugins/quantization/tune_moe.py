@@ -6,13 +6,13 @@ import os
 from pathlib import Path
 
 from glowplug.core.plan.plan import EnginePlan
-from glowplug.core.tuning import LayerShapes, Log, TuneTable
+from glowplug.core.startup.layer_shapes import LayerShapes, Log, TuneTable
 from glowplug.kernels.triton import moe_tuning, tuned
 from glowplug.kernels.triton.moe_tiles import Problem
 
 
 class MoeTuner:
-    """``core/tuning.py``'s ``TableTuner``."""
+    """``core/startup/layer_shapes.py``'s ``TableTuner``."""
 
     def __init__(self, plan: EnginePlan) -> None:
         self._dtype = plan.dtype

@@ -10,7 +10,7 @@ import torch
 from glowplug.core.errors import GlowplugError
 from glowplug.core.facts.stored_formats import awq_group
 from glowplug.core.plan.plan import EnginePlan
-from glowplug.core.tuning import LayerShapes, Log, TuneTable
+from glowplug.core.startup.layer_shapes import LayerShapes, Log, TuneTable
 from glowplug.kernels import awq as layout
 from glowplug.kernels.triton import int8_quant, tuned
 from glowplug.kernels.triton.fp8_tuning import ROWS
@@ -22,7 +22,7 @@ Calls = Mapping[str, Sequence[Callable[[], object]]]  #: of each provider, over 
 
 
 class NarrowTuner:
-    """``core/tuning.py``'s ``TableTuner`` of one scheme's linear layers, our own kernels' tiles being their rules'."""
+    """``core/startup/layer_shapes.py``'s ``TableTuner`` of one scheme's linear layers, our own kernels' tiles being their rules'."""
 
     scheme = ""
     kind = ""

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from glowplug.core.plugin.hookspecs import hookimpl
-from glowplug.core.tuning import Tuner
+from glowplug.core.startup.layer_shapes import Tuner
 
 
 @hookimpl

@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from glowplug import LLM
-from glowplug.core import cache_gate
-from glowplug.core.cache_gate import CacheError, Lend, cache_error, check_cache
+from glowplug.core.engine.runner import Runner
 from glowplug.core.errors import GlowplugError
 from glowplug.core.facts.kv_layout import KVLayout
-from glowplug.core.fitting import RankMemory
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.offers import Mode
-from glowplug.core.runner import Runner
+from glowplug.core.startup import kv_cache_error as cache_gate
+from glowplug.core.startup.build_rank import make_worker
+from glowplug.core.startup.kv_cache_error import CacheError, Lend, cache_error, check_cache
+from glowplug.core.startup.memory_fit import RankMemory
 from glowplug.core.step.batch import Batch, shape_of
 from glowplug.core.step.kv_pool import KVPool
-from glowplug.core.worker import make_worker
 from tests.tiny import write_config
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from glowplug import LLM
-from glowplug.core.engine import Engine
+from glowplug.core.engine.engine import Engine
+from glowplug.core.engine.runner import InFlight, Runner
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.plugin.registry import PluginSet, load_plugins
-from glowplug.core.runner import InFlight, Runner
 from glowplug.core.step.batch import Batch
 from glowplug.core.step.messages import Abort, Control, Inbound, Reply, Stats, StepOutput, Submit
 from glowplug.core.testing.ranks import THREADS, RankSet, rank_plan, run_ranks, submit
@@ -206,7 +206,7 @@ def test_only_leaders_speak_and_only_rank_0_replies(tmp_path: Path, plugins: Plu
 
 def test_idle_groups_say_nothing_while_others_work(tmp_path: Path, plugins: PluginSet,
                                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("glowplug.core.engine.STATS_EVERY", 1e9)
+    monkeypatch.setattr("glowplug.core.engine.engine.STATS_EVERY", 1e9)
     with engine(tmp_path, plugins, 2, 2) as ranks:
         ranks.turn()
         said = [ranks.turn([submit(1, [5], 12)] if not turn else []) for turn in range(14)]
@@ -254,7 +254,7 @@ def test_what_no_group_can_ever_run_is_refused_once(tmp_path: Path, plugins: Plu
 
 def test_deadlines_pass_in_every_group(tmp_path: Path, plugins: PluginSet, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("glowplug.core.engine.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("glowplug.core.engine.engine.time.monotonic", lambda: now[0])
     with engine(tmp_path, plugins, 4, 2) as ranks:
         asked = [submit(id, [5 + id], 60) for id in range(4)]
         for one in asked[:3]:

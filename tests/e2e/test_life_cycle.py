@@ -12,7 +12,7 @@ import pytest
 
 from glowplug import LLM, SamplingParams
 from glowplug.core.errors import EngineDead, PluginLoadError
-from glowplug.core.memory.measure import HostGauge
+from glowplug.core.startup.memory_gauge import HostGauge
 from tests.tiny import write_config
 
 PLUGIN = '''
@@ -121,7 +121,7 @@ def test_an_engine_that_ends_leaves_nothing_on_its_device(fails: bool, tmp_path:
               context_length=64, memory={"kv_tokens": 256})
     llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2, ignore_eos=True))
     device = Device(weakref.ref(llm._executor._engine.runner.model), fails)  # type: ignore[attr-defined]
-    monkeypatch.setattr("glowplug.core.memory.measure.gauge_of", lambda name: device)
+    monkeypatch.setattr("glowplug.core.startup.memory_gauge.gauge_of", lambda name: device)
     with caplog.at_level(logging.WARNING, "glowplug"):
         llm.close()
     assert device.left == [None]

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from glowplug import LLM, SamplingParams
-from glowplug.core.engine import Engine
+from glowplug.core.engine.engine import Engine
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.protocols.parallel_stack import ParallelStack
+from glowplug.core.startup.build_rank import build_rank
 from glowplug.core.step.batch import Batch, StepShape
 from glowplug.core.step.messages import Finished, Outbound, StepOutput, Submit, encode, packed_ids
 from glowplug.core.step.request import SamplingParams as Params
-from glowplug.core.worker import build_rank
 from tests.tiny import write_config
 
 
@@ -96,9 +96,9 @@ def test_deadlines_pass_by_rank_0s_clock(tmp_path: Path, plugins: PluginSet, mon
     leader.collectives = follower.collectives = wire  # type: ignore[assignment]
 
     def turn(frames: list[bytes]) -> tuple[list[Finished], list[Finished]]:
-        monkeypatch.setattr("glowplug.core.engine.time.monotonic", lambda: now[0])
+        monkeypatch.setattr("glowplug.core.engine.engine.time.monotonic", lambda: now[0])
         led = ends(leader.turn(frames))
-        monkeypatch.setattr("glowplug.core.engine.time.monotonic", lambda: now[0] + 1e6)
+        monkeypatch.setattr("glowplug.core.engine.engine.time.monotonic", lambda: now[0] + 1e6)
         return led, ends(follower.turn())
 
     assert turn([submit(1, [5, 6], 60, timeout=4.0)]) == ([], [])

@@ -28,7 +28,7 @@ def plugins() -> PluginSet:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("glowplug.core.stalls.STILL_SECONDS", QUICK)
+    monkeypatch.setattr("glowplug.core.engine.stalls.STILL_SECONDS", QUICK)
 
 
 def config(folder: Path, tp: int = 1, dp: int = 0, **more: Any) -> dict[str, Any]:
@@ -157,8 +157,8 @@ def test_a_deadline_that_passes_first_is_what_the_request_hears_of(tmp_path: Pat
 
 def test_waiting_for_room_is_no_stall(tmp_path: Path, plugins: PluginSet, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row, a pool for one, two groups, with bounds at which any turn without a step would count."""
-    monkeypatch.setattr("glowplug.core.stalls.STILL_SECONDS", 0.0)
-    monkeypatch.setattr("glowplug.core.stalls.STILL_TURNS", 1)
+    monkeypatch.setattr("glowplug.core.engine.stalls.STILL_SECONDS", 0.0)
+    monkeypatch.setattr("glowplug.core.engine.stalls.STILL_TURNS", 1)
     for tp, dp, more in ((1, 0, {"scheduler": {"max_running_requests": 1}}), (2, 2, {}),
                          (1, 0, {"scheduler": {"overlap": False, "mixed": False}})):
         with engine(tmp_path, plugins, tp, dp, memory={"kv_tokens": CONTEXT + 4}, **more) as ranks:

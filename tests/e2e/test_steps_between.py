@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from glowplug import LLM, SamplingParams
+from glowplug.core.engine.runner import InFlight, Runner
 from glowplug.core.plan.plan import Sizes
 from glowplug.core.plugin.offers import Mode
-from glowplug.core.runner import InFlight, Runner
+from glowplug.core.startup.warmup import BETWEEN, WHOLE, counts_between, steps_between
 from glowplug.core.step.batch import Batch
-from glowplug.core.warmup import BETWEEN, WHOLE, counts_between, steps_between
 from tests.tiny import write_config
 
 PROMPTS = [[5, 6, 7], [8, 9], [1] * 40]

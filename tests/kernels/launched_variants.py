@@ -15,7 +15,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from glowplug.core.plan.plan import Sizes
-from glowplug.core.warmup import counts_between
+from glowplug.core.startup.warmup import counts_between
 from glowplug.kernels.triton import dependent, mla_decode, mla_values, moe_experts, moe_gemm_hopper, norm, route, tuned
 from glowplug.plugins.graphs.cuda_graph import default_sizes
 

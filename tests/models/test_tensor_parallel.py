@@ -14,14 +14,14 @@ from torch import Tensor
 
 from glowplug.core.errors import CollectiveError, WeightError
 from glowplug.core.facts.model_facts import ModelFacts
-from glowplug.core.loading import load_model
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.protocols import Model, WeightTarget
 from glowplug.core.protocols.build_context import BuildContext
+from glowplug.core.startup.build_rank import build_context, make_worker
+from glowplug.core.startup.load_weights import load_model
 from glowplug.core.testing.build import DictSource, Stepper
 from glowplug.core.testing.ranks import THREADS, RankSet, rank_plan, run_ranks, submit
-from glowplug.core.worker import build_context, make_worker
 from tests.tiny import write_config
 from tests.unit.test_layers import random_tensors
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from glowplug.core.engine import Engine
+from glowplug.core.engine.engine import Engine
 from glowplug.core.facts.mesh import axis_size
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.facts.model_folder import embedded_path, model_facts, normalise, read_folder, read_json

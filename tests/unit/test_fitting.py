@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from glowplug.core import fitting
-from glowplug.core.engine import Engine
+from glowplug.core.engine.engine import Engine
 from glowplug.core.errors import GlowplugError
-from glowplug.core.memory.fit import Left, compared, pages_that_fit
-from glowplug.core.memory.measure import HostGauge, MemoryMeter
 from glowplug.core.plan.plan import BudgetLine, EnginePlan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
-from glowplug.core.startup import rate
+from glowplug.core.startup import memory_fit as fitting
+from glowplug.core.startup.build_rank import build_rank
+from glowplug.core.startup.memory_gauge import HostGauge, MemoryMeter
+from glowplug.core.startup.page_fit import Left, compared, pages_that_fit
+from glowplug.core.startup.phases import rate
 from glowplug.core.step.messages import Control
 from glowplug.core.testing.plans import bare_plan
 from glowplug.core.testing.ranks import rank_plan
-from glowplug.core.worker import build_rank
 from tests.tiny import write_config
 
 GIB = 1 << 30

@@ -20,7 +20,7 @@ IMPORT_NAMES = {"sglang-kernel": "sgl_kernel", "flashinfer-python": "flashinfer"
 #: files that may touch the environment, and why
 ENVIRONMENT_ACCESS = {
     "entrypoints/tune_workers.py",  # CUDA_VISIBLE_DEVICES: deals the cards among the processes it starts
-    "core/profiling.py",  # GLOWPLUG_PROFILE_DIR and its SGLang name, debug switches
+    "core/engine/profiling.py",  # GLOWPLUG_PROFILE_DIR and its SGLang name, debug switches
     "core/config/files.py",  # "${NAME}" in the operator's own file
     "core/facts/machine.py",  # CUDA_VISIBLE_DEVICES: which devices the driver gives this process
     "core/facts/model_folder.py",  # HF_HOME: where the hub's own tools keep downloaded models
@@ -30,7 +30,7 @@ ENVIRONMENT_ACCESS = {
     "entrypoints/flags.py",  # was this process started by torchrun, and on how many hosts
     "plugins/executors/rank_process.py",  # how long torch's waiting threads spin, for a library that asks nowhere else
     "plugins/ops/torch_compile_runtime.py",  # where inductor keeps its programs, which it asks nowhere else
-    "core/memory/segments.py",  # PYTORCH_ALLOC_CONF: has torch been told already how to take memory
+    "core/startup/torch_allocator.py",  # PYTORCH_ALLOC_CONF: has torch been told already how to take memory
     "entrypoints/bench/turns.py",  # hands its own environment to a child
     "entrypoints/bench/vllm_steps.py",  # runs in vLLM's interpreter: a switch that vLLM asks nowhere else
 }

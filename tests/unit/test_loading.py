@@ -11,8 +11,8 @@ from torch import Tensor
 from glowplug.core.errors import WeightError
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.facts.model_folder import model_facts, normalise
-from glowplug.core.loading import load_model
 from glowplug.core.protocols import WeightTarget
+from glowplug.core.startup.load_weights import load_model
 from glowplug.core.testing.build import DictSource, build_context, make, plan_for
 from tests.tiny import CONFIGS
 

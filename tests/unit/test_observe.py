@@ -4,7 +4,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from glowplug.core.observe import PrefillTimer, StepTimer
+from glowplug.core.engine.observe import PrefillTimer, StepTimer
 from glowplug.core.step.batch import StepResult, idle_batch
 from glowplug.core.step.request import Sequence
 from glowplug.core.step.sequence_table import SequenceTable

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from glowplug import LLM, SamplingParams
+from glowplug.core.engine.profiling import Profiler
 from glowplug.core.errors import RequestError
-from glowplug.core.profiling import Profiler
 from tests.tiny import write_config
 
 PHASES = {"schedule", "launch", "inputs", "plan sampling", "plan attention", "step", "draft", "forward", "logits",

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from glowplug.core import worker
 from glowplug.core.errors import GlowplugError
-from glowplug.core.memory import segments
-from glowplug.core.memory.segments import SETTER, VARIABLES, use_segments
 from glowplug.core.plugin.registry import load_plugins
+from glowplug.core.startup import build_rank as worker, torch_allocator as segments
+from glowplug.core.startup.torch_allocator import SETTER, VARIABLES, use_segments
 from glowplug.core.testing.ranks import rank_plan
 from tests.tiny import write_config
 

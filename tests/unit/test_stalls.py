@@ -6,8 +6,8 @@ import sys
 import numpy as np
 import pytest
 
+from glowplug.core.engine.stalls import BARREN_STEPS, STILL_SECONDS, STILL_TURNS, Stall, StallWatch
 from glowplug.core.plugin.offers import Mode
-from glowplug.core.stalls import BARREN_STEPS, STILL_SECONDS, STILL_TURNS, Stall, StallWatch
 from glowplug.core.step.batch import Batch, StepResult, idle_batch
 from glowplug.core.step.messages import Finished, Stats
 from glowplug.core.step.sequence_table import SequenceTable

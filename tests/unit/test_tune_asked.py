@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from glowplug.core.tuning import Tuner
+from glowplug.core.startup.layer_shapes import Tuner
 from glowplug.entrypoints.cli import main
 from glowplug.entrypoints.commands import tune
 

@@ -6,7 +6,7 @@ import pytest
 pytest.importorskip("triton")
 
 from glowplug.core.protocols import ExpertsShape
-from glowplug.core.tuning import LayerShapes
+from glowplug.core.startup.layer_shapes import LayerShapes
 from glowplug.kernels.triton import moe_fp8_tiles, moe_fp8_tuning
 from glowplug.plugins.quantization.tune_fp8_experts import Fp8ExpertsTuner
 

@@ -16,8 +16,8 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
 from glowplug.core.protocols import LinearShape  # noqa: E402
+from glowplug.core.startup.layer_shapes import LayerShapes  # noqa: E402
 from glowplug.core.testing.build import plan_for  # noqa: E402
-from glowplug.core.tuning import LayerShapes  # noqa: E402
 from glowplug.kernels import awq as layout  # noqa: E402
 from glowplug.kernels.triton import tuned  # noqa: E402
 from glowplug.plugins.quantization import gemm_order, tune_narrow  # noqa: E402

@@ -1,7 +1,7 @@
 """Pass five: numbers and bytes. What each rank sets aside, by name, and what is left for the KV cache. No torch.
 
 Estimates here decide whether a plan can run at all and how many pages it gets. On a device each rank measures before
-the port opens, and the KV cache then takes what is really left (``core/memory/fit.py``).
+the port opens, and the KV cache then takes what is really left (``core/startup/page_fit.py``).
 """
 from __future__ import annotations
 

@@ -15,14 +15,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence as Seq
 from typing import Any
 
+from glowplug.core.engine.controls import ControlHandler, RankControls
+from glowplug.core.engine.observe import PrefillTimer, StepObserver, StepTimer
+from glowplug.core.engine.runner import InFlight, Runner
+from glowplug.core.engine.stalls import CODE, Stall, StallWatch
 from glowplug.core.errors import RequestError
-from glowplug.core.observe import PrefillTimer, StepObserver, StepTimer
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Collectives, Scheduler
 from glowplug.core.protocols.parallel_stack import ParallelStack
-from glowplug.core.rank_controls import ControlHandler, RankControls
-from glowplug.core.runner import InFlight, Runner
-from glowplug.core.stalls import CODE, Stall, StallWatch
 from glowplug.core.step.batch import Batch, idle_batch, shape_of
 from glowplug.core.step.messages import (
     Abort,

@@ -78,7 +78,7 @@ class TableTuner(Protocol):
 
 def layer_shapes(plan: EnginePlan, plugins: PluginSet) -> LayerShapes:
     """What the plan's model asks of its quantization schemes, found by building it with none of their weights."""
-    from glowplug.core.worker import build_context, make_worker
+    from glowplug.core.startup.build_rank import build_context, make_worker
 
     worker = make_worker(plan, 0)
     context = build_context(plan, plugins, worker)

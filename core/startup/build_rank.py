@@ -11,26 +11,26 @@ from typing import Any
 
 import torch
 
-from glowplug.core.engine import Engine, RankClock
+from glowplug.core.engine.controls import ControlHandler
+from glowplug.core.engine.engine import Engine, RankClock
+from glowplug.core.engine.profiling import Profiler, step_phases
+from glowplug.core.engine.runner import Runner
+from glowplug.core.engine.stalls import StallWatch
 from glowplug.core.errors import GlowplugError
 from glowplug.core.facts.mesh import coordinates
 from glowplug.core.facts.model_facts import ModelFacts
-from glowplug.core.fitting import RankMemory
-from glowplug.core.loading import load_model
-from glowplug.core.memory.measure import memory_now
-from glowplug.core.memory.segments import use_segments
 from glowplug.core.plan.budget.sizes import human
 from glowplug.core.plan.plan import Choice, EnginePlan
 from glowplug.core.plugin.offers import QuantizationOffers
 from glowplug.core.plugin.registry import PluginSet
-from glowplug.core.profiling import Profiler, step_phases
 from glowplug.core.protocols import Model, QuantizationScheme, Scheduler, Worker
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.protocols.parallel_stack import ParallelStack
-from glowplug.core.rank_controls import ControlHandler
-from glowplug.core.runner import Runner
-from glowplug.core.stalls import StallWatch
-from glowplug.core.startup import Note, Phases, Report, logger, rate
+from glowplug.core.startup.load_weights import load_model
+from glowplug.core.startup.memory_fit import RankMemory
+from glowplug.core.startup.memory_gauge import memory_now
+from glowplug.core.startup.phases import Note, Phases, Report, logger, rate
+from glowplug.core.startup.torch_allocator import use_segments
 from glowplug.core.step.pages import PageAllocator
 from glowplug.core.step.sequence_table import SequenceTable
 

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from glowplug.core.engine.runner import Runner
 from glowplug.core.errors import GlowplugError
 from glowplug.core.plan.budget.step import SCORED
 from glowplug.core.plan.plan import EnginePlan, Sizes
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import RequestRouter
-from glowplug.core.runner import Runner
 from glowplug.core.step.batch import Batch, idle_batch, shape_of
 from glowplug.core.step.request import MAX_LOGPROBS, SamplingParams, Sequence
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from glowplug.core.engine.runner import Runner
 from glowplug.core.errors import RequestError
 from glowplug.core.protocols import Scheduler
-from glowplug.core.runner import Runner
 
 LABEL = re.compile(r"[A-Za-z0-9_-]{1,64}")
 Named = tuple[object, str, str]  #: object, method, what a trace calls it

@@ -15,22 +15,30 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from glowplug.core.cache_gate import check_cache
+from glowplug.core.engine.runner import Runner
 from glowplug.core.errors import GlowplugError
 from glowplug.core.facts.kv_layout import DTYPE_BYTES, KVLayout
 from glowplug.core.layers.rope import Rope
-from glowplug.core.memory.fit import Left, compared, pages_that_fit
-from glowplug.core.memory.measure import Gauge, MemoryMeter, gauge_of
 from glowplug.core.plan.budget.graphs import driver_bytes, kept_bytes, pool_bytes
 from glowplug.core.plan.budget.sizes import human
 from glowplug.core.plan.budget.step import RESERVED
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Collectives, GraphRunner, Limits, Model, Worker
 from glowplug.core.protocols.parallel_stack import ParallelStack
-from glowplug.core.runner import Runner
+from glowplug.core.startup.kv_cache_error import check_cache
+from glowplug.core.startup.memory_gauge import Gauge, MemoryMeter, gauge_of
+from glowplug.core.startup.page_fit import Left, compared, pages_that_fit
+from glowplug.core.startup.warmup import (
+    FEW_PAGES,
+    most_captured,
+    most_logits,
+    most_passed,
+    most_tokens,
+    steps_between,
+    warm_up,
+)
 from glowplug.core.step.batch import Batch
 from glowplug.core.step.kv_pool import KVPool
-from glowplug.core.warmup import FEW_PAGES, most_captured, most_logits, most_passed, most_tokens, steps_between, warm_up
 
 RUNTIME = "cuda runtime"
 #: of the largest step, what steps claim where segments grow: those of fewer tokens in turn leave some of it cut up

@@ -5,7 +5,7 @@ import gc
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from glowplug.core.memory.measure import Gauge
+    from glowplug.core.startup.memory_gauge import Gauge
 
 
 def settle_memory() -> None:

@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from glowplug.core.engine.runner import Runner
 from glowplug.core.errors import GlowplugError
 from glowplug.core.facts.kv_layout import KVLayout
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.offers import Mode
-from glowplug.core.runner import Runner
 from glowplug.core.step.batch import Batch, shape_of
 
 NARROW = frozenset({"fp8_e4m3", "fp8_e5m2"})  #: cache dtypes that are held to it
