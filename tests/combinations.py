@@ -28,8 +28,8 @@ from glowplug.core.errors import PlanRefused
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.step.messages import Abort, Submit, packed_ids
 from glowplug.core.step.request import SamplingParams
-from glowplug.core.testing.drive import Collected
-from glowplug.core.testing.ranks import THREADS, RankSet, rank_plan
+from glowplug.core.testing.harness.drive import Collected
+from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan
 from tests.tiny import write_config
 
 VOCAB = 158  #: does not divide by four

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.facts.model_folder import read_folder
-from glowplug.core.testing.build import Stepper, build_context, build_model
+from glowplug.core.testing.harness.build import Stepper, build_context, build_model
 
 TOLERANCE = 1e-4
 

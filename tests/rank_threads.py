@@ -10,9 +10,9 @@ from torch.distributed import HashStore
 
 from glowplug.core.facts.mesh import coordinates
 from glowplug.core.protocols import Worker
-from glowplug.core.testing.plans import bare_plan
-from glowplug.core.testing.threads import ThreadOptions
-from glowplug.core.testing.threads_runtime import MEETINGS, Meeting, ThreadCollectives
+from glowplug.core.testing.harness.plans import bare_plan
+from glowplug.core.testing.harness.threads import ThreadOptions
+from glowplug.core.testing.harness.threads_runtime import MEETINGS, Meeting, ThreadCollectives
 from glowplug.plugins.collectives.torch_distributed import GlooOptions
 from glowplug.plugins.collectives.torch_distributed_runtime import Gloo
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import AttentionBackend, RopeRows
-from glowplug.core.testing.attention_suite import MhaCase, MlaCase, MlaSuite
-from glowplug.core.testing.paged_world import Row, World, make_world, random_rows
+from glowplug.core.testing.harness.paged_world import Row, World, make_world, random_rows
+from glowplug.core.testing.suites.attention import MhaCase, MlaCase, MlaSuite
 from glowplug.kernels import fp8, rope
 from glowplug.kernels.norm import rms_norm_reference
 from tests.contract.gpu_slots import padded, refill

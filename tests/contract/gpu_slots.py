@@ -5,7 +5,7 @@ import numpy as np
 import torch
 
 from glowplug.core.step.batch import Batch
-from glowplug.core.testing.paged_world import Row, make_world
+from glowplug.core.testing.harness.paged_world import Row, make_world
 
 
 def padded(width: int, first_key: int, page_size: int, device: str, cached: torch.dtype) -> Batch:

@@ -8,8 +8,8 @@ import torch
 
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Worker
-from glowplug.core.testing.attention_suite import MhaCase, MhaSuite
-from glowplug.core.testing.paged_world import Row, make_world
+from glowplug.core.testing.harness.paged_world import Row, make_world
+from glowplug.core.testing.suites.attention import MhaCase, MhaSuite
 from glowplug.plugins.attention.torch_mha import TorchMhaOptions
 from glowplug.plugins.attention.torch_mha_runtime import TorchMha
 

@@ -9,8 +9,8 @@ import torch
 
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Worker
-from glowplug.core.testing.attention_suite import MlaSuite
-from glowplug.core.testing.paged_world import Row, make_world
+from glowplug.core.testing.harness.paged_world import Row, make_world
+from glowplug.core.testing.suites.attention import MlaSuite
 from glowplug.plugins.attention.torch_mla import TorchMlaOptions
 from glowplug.plugins.attention.torch_mla_runtime import TorchMla
 

@@ -6,8 +6,8 @@ import torch
 
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Worker
-from glowplug.core.testing.attention_suite import MhaSuite
-from glowplug.core.testing.paged_world import Row, make_world
+from glowplug.core.testing.harness.paged_world import Row, make_world
+from glowplug.core.testing.suites.attention import MhaSuite
 from glowplug.kernels import mha
 from glowplug.plugins.attention.triton_mha import TritonMhaOptions
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import MlaLayer, Worker
-from glowplug.core.testing.attention_suite import MlaSuite
-from glowplug.core.testing.paged_world import Row, make_world
+from glowplug.core.testing.harness.paged_world import Row, make_world
+from glowplug.core.testing.suites.attention import MlaSuite
 from glowplug.kernels import mla
 from glowplug.plugins.attention.triton_mla import TritonMlaOptions
 from tests.contract.gpu_mla import GpuMlaSuite, Projections

@@ -6,8 +6,8 @@ import pytest
 
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import PrefixCache, Worker
-from glowplug.core.testing.cache_suite import SIZE, CacheSuite, Pool, ints
-from glowplug.core.testing.plans import bare_plan
+from glowplug.core.testing.harness.plans import bare_plan
+from glowplug.core.testing.suites.cache import SIZE, CacheSuite, Pool, ints
 from glowplug.plugins.cache.none import NoCacheOptions
 from glowplug.plugins.cache.none_runtime import NoCache
 from glowplug.plugins.cache.radix import RadixOptions

@@ -18,8 +18,8 @@ from torch.distributed import HashStore, TCPStore
 from glowplug.core.errors import CollectiveError
 from glowplug.core.facts.mesh import coordinates
 from glowplug.core.protocols import Collectives, Worker
-from glowplug.core.testing.parallel_suite import CollectivesSuite, RankedCollectivesSuite
-from glowplug.core.testing.plans import bare_plan
+from glowplug.core.testing.harness.plans import bare_plan
+from glowplug.core.testing.suites.parallel import CollectivesSuite, RankedCollectivesSuite
 from glowplug.plugins.collectives.torch_distributed import GlooOptions, NcclOptions
 from glowplug.plugins.collectives.torch_distributed_runtime import Gloo, Nccl
 from tests.waiting import LIMIT

@@ -20,11 +20,11 @@ from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.protocols import Worker
 from glowplug.core.step.batch import Batch, StepShape, idle_batch, shape_of
 from glowplug.core.step.request import SamplingParams, Sequence
-from glowplug.core.testing.parallel_suite import ParallelSuite
-from glowplug.core.testing.plans import bare_plan
-from glowplug.core.testing.ranks import THREADS
-from glowplug.core.testing.threads import ThreadOptions
-from glowplug.core.testing.threads_runtime import MEETINGS, Meeting, ThreadCollectives
+from glowplug.core.testing.harness.plans import bare_plan
+from glowplug.core.testing.harness.ranks import THREADS
+from glowplug.core.testing.harness.threads import ThreadOptions
+from glowplug.core.testing.harness.threads_runtime import MEETINGS, Meeting, ThreadCollectives
+from glowplug.core.testing.suites.parallel import ParallelSuite
 from glowplug.plugins.parallel.dp_attention import DpAttentionOptions
 from glowplug.plugins.parallel.dp_attention_runtime import DpAttention
 from tests.tiny import write_config

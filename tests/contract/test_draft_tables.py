@@ -14,8 +14,8 @@ from glowplug.core.plugin.byte_costs import DecodingRows
 from glowplug.core.plugin.component import Component
 from glowplug.core.plugin.offers import AttentionOffers
 from glowplug.core.protocols import AttentionBackend, Limits, Worker
-from glowplug.core.testing.build import built_in
-from glowplug.core.testing.paged_world import Row, make_world
+from glowplug.core.testing.harness.build import built_in
+from glowplug.core.testing.harness.paged_world import Row, make_world
 from glowplug.plugins.attention.flashinfer_mla import WORKSPACE
 from tests.contract import fake_flashinfer, fake_sgl_kernel
 from tests.contract.gpu_mla import ProjectedSuite, drafting

@@ -18,10 +18,10 @@ from glowplug.core.plugin.offers import GraphOffers, Mode, ParallelOffers
 from glowplug.core.plugin.options import GraphOptions, ParallelOptions
 from glowplug.core.protocols import Collectives, ExpertExchange, Worker
 from glowplug.core.step.batch import Batch, StepShape, idle_batch
-from glowplug.core.testing.parallel_suite import ParallelSuite
-from glowplug.core.testing.plans import bare_plan
-from glowplug.core.testing.threads import ThreadOptions
-from glowplug.core.testing.threads_runtime import MEETINGS, Meeting, ThreadCollectives
+from glowplug.core.testing.harness.plans import bare_plan
+from glowplug.core.testing.harness.threads import ThreadOptions
+from glowplug.core.testing.harness.threads_runtime import MEETINGS, Meeting, ThreadCollectives
+from glowplug.core.testing.suites.parallel import ParallelSuite
 from glowplug.plugins.parallel import expert_exchange
 from glowplug.plugins.parallel.ep_moe import EpMoeOptions, check_ep_moe, register_parallel_strategies
 from glowplug.plugins.parallel.ep_moe_runtime import EpMoe

@@ -13,7 +13,7 @@ import torch
 
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import AttentionBackend, Worker
-from glowplug.core.testing.paged_world import Row, World, make_world
+from glowplug.core.testing.harness.paged_world import Row, World, make_world
 from glowplug.plugins.attention.flashinfer_mla import FlashInferMlaOptions
 from tests.contract import fake_flashinfer
 from tests.contract.fake_flashinfer import Event, MlaWrapper

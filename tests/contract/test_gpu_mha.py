@@ -11,8 +11,8 @@ from torch import Tensor
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import AttentionBackend, Worker
-from glowplug.core.testing.attention_suite import MhaCase, MhaSuite, MlaCase
-from glowplug.core.testing.paged_world import Row, World, make_world
+from glowplug.core.testing.harness.paged_world import Row, World, make_world
+from glowplug.core.testing.suites.attention import MhaCase, MhaSuite, MlaCase
 from tests.contract import fa3_build
 from tests.contract.gpu_mla import drafting
 from tests.contract.gpu_slots import padded, refill

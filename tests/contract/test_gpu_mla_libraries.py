@@ -7,7 +7,7 @@ import torch
 
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import AttentionBackend, Worker
-from glowplug.core.testing.paged_world import Row, make_world
+from glowplug.core.testing.harness.paged_world import Row, make_world
 from glowplug.kernels import mla
 from tests.contract.gpu_mla import GpuMlaSuite, drafting
 

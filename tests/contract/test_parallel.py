@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from glowplug.core.protocols import Worker
-from glowplug.core.testing.parallel_suite import CollectivesSuite, ParallelSuite
-from glowplug.core.testing.plans import bare_plan
+from glowplug.core.testing.harness.plans import bare_plan
+from glowplug.core.testing.suites.parallel import CollectivesSuite, ParallelSuite
 from glowplug.plugins.collectives.local import LocalOptions
 from glowplug.plugins.collectives.local_runtime import Local
 from glowplug.plugins.parallel.single import SingleOptions

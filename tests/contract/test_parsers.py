@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from glowplug.core.protocols import Worker
-from glowplug.core.testing.parser_suite import Case, ParserSuite, run
+from glowplug.core.testing.suites.parser import Case, ParserSuite, run
 from glowplug.plugins.outputs.deepseek_r1 import DeepseekR1Options, register_output_parsers
 from glowplug.plugins.outputs.deepseek_r1_runtime import DeepseekR1
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Worker
-from glowplug.core.testing.drive import sequence
-from glowplug.core.testing.policy_suite import PolicySuite
+from glowplug.core.testing.harness.drive import sequence
+from glowplug.core.testing.suites.policy import PolicySuite
 from glowplug.plugins.scheduler.policies import FcfsOptions, LongestPrefixOptions, PriorityOptions
 from glowplug.plugins.scheduler.policies_runtime import Fcfs, LongestPrefix, Priority
 

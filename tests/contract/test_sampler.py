@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from glowplug.core.protocols import Worker
-from glowplug.core.testing.sampler_suite import ROWS, Driver, SamplerSuite, decode_batch, make_params
+from glowplug.core.testing.suites.sampler import ROWS, Driver, SamplerSuite, decode_batch, make_params
 from glowplug.plugins.sampling.torch_sampler import TorchSamplerOptions
 from glowplug.plugins.sampling.torch_sampler_runtime import TorchSampler
 

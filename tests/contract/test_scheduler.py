@@ -10,9 +10,9 @@ import pytest
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import PrefixCache, SchedulingPolicy, Worker
 from glowplug.core.step.request import Sequence
-from glowplug.core.testing.drive import Drive, sequence
-from glowplug.core.testing.plans import bare_plan
-from glowplug.core.testing.scheduler_suite import Clock, SchedulerSuite, prompt
+from glowplug.core.testing.harness.drive import Drive, sequence
+from glowplug.core.testing.harness.plans import bare_plan
+from glowplug.core.testing.suites.scheduler import Clock, SchedulerSuite, prompt
 from glowplug.plugins.cache.radix import RadixOptions
 from glowplug.plugins.cache.radix_runtime import RadixCache
 from glowplug.plugins.scheduler.continuous import ContinuousOptions

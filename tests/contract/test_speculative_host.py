@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from glowplug.core.step.batch import Batch
-from glowplug.core.testing.speculative_suite import HIDDEN, Greedy, likely
+from glowplug.core.testing.suites.speculative import HIDDEN, Greedy, likely
 from glowplug.plugins.speculative.drafting import front, missing, one_more, places
 from glowplug.plugins.speculative.host_chain import front_host, missing_host, one_more_host, verify_chain_host
 from glowplug.plugins.speculative.verify import chain_before, verify_chain

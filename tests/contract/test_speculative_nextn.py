@@ -18,8 +18,8 @@ from glowplug.core.protocols import Limits, Worker
 from glowplug.core.step.batch import Accepted, Batch, StepShape
 from glowplug.core.step.graph_pieces import Extension
 from glowplug.core.step.to_device import slots_at
-from glowplug.core.testing.plans import bare_plan
-from glowplug.core.testing.speculative_suite import HIDDEN, VOCAB, Greedy, SpeculativeSuite, likely, step
+from glowplug.core.testing.harness.plans import bare_plan
+from glowplug.core.testing.suites.speculative import HIDDEN, VOCAB, Greedy, SpeculativeSuite, likely, step
 from glowplug.plugins.speculative.drafting import front, missing, one_more, places
 from glowplug.plugins.speculative.nextn import NextNOptions
 from glowplug.plugins.speculative.nextn_runtime import PREVIOUS_HIDDEN, NextN

@@ -11,7 +11,7 @@ from torch import Tensor
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Limits, Sampled, Worker
 from glowplug.core.step.batch import Batch, LogprobTensors
-from glowplug.core.testing.speculative_suite import SpeculativeSuite
+from glowplug.core.testing.suites.speculative import SpeculativeSuite
 from glowplug.plugins.graphs.eager import EagerOptions, register_graph_runners
 from glowplug.plugins.graphs.eager_runtime import Eager
 from glowplug.plugins.speculative.none import NoSpeculationOptions, register_speculative_algorithms

@@ -16,7 +16,7 @@ from glowplug.core.errors import WeightError
 from glowplug.core.facts.model_facts import TensorFact
 from glowplug.core.facts.safetensors_header import DTYPES, INDEX_NAME, read_header, read_tensors
 from glowplug.core.protocols import WeightSource, Worker
-from glowplug.core.testing.weights_suite import WeightSourceSuite
+from glowplug.core.testing.suites.weights import WeightSourceSuite
 from glowplug.plugins.weights.safetensors import SafetensorsOptions
 from glowplug.plugins.weights.safetensors_runtime import SafetensorsSource
 from tests.work import at_most

@@ -13,7 +13,7 @@ import torch
 from glowplug import LLM
 from glowplug.core.step.messages import Abort, Submit, packed_ids
 from glowplug.core.step.request import SamplingParams
-from glowplug.core.testing.ranks import RankSet, rank_plan, submit
+from glowplug.core.testing.harness.ranks import RankSet, rank_plan, submit
 from tests.combinations import VOCAB, Combination, drive, plugins, reference
 
 ALONE = Combination(steps=2)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from glowplug import LLM, SamplingParams
-from glowplug.core.testing.sampler_suite import assert_follows
+from glowplug.core.testing.suites.sampler import assert_follows
 from glowplug.entrypoints.llm import Completion
 from glowplug.models.embedded.tasks import held_out_tasks
 from tests import accepting

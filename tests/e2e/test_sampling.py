@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from glowplug import LLM, SamplingParams
-from glowplug.core.testing.sampler_suite import assert_follows
+from glowplug.core.testing.suites.sampler import assert_follows
 from tests.tiny import write_config
 from tests.tiny_tokenizer import write_folder
 

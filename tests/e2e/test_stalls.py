@@ -11,8 +11,8 @@ import pytest
 from glowplug import LLM, SamplingParams
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.step.messages import Submit
-from glowplug.core.testing.drive import Collected
-from glowplug.core.testing.ranks import THREADS, RankSet, rank_plan, run_ranks, submit
+from glowplug.core.testing.harness.drive import Collected
+from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan, run_ranks, submit
 from tests.e2e.stall_runtime import BARREN, HELD
 from tests.tiny import VOCAB, write_config
 

@@ -11,8 +11,8 @@ import pytest
 
 from glowplug import LLM, SamplingParams
 from glowplug.core.step.messages import Admitted, Finished, Stats, StepOutput, total
-from glowplug.core.testing.plans import bare_plan
-from glowplug.core.testing.ranks import RankSet, rank_plan, submit
+from glowplug.core.testing.harness.plans import bare_plan
+from glowplug.core.testing.harness.ranks import RankSet, rank_plan, submit
 from glowplug.entrypoints.delta import Delta, Times
 from glowplug.entrypoints.front import Front
 from glowplug.entrypoints.server.logs import stats_line

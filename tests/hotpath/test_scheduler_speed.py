@@ -14,8 +14,8 @@ from glowplug.core.protocols import Worker
 from glowplug.core.step.batch import Batch, StepResult
 from glowplug.core.step.pages import PageAllocator
 from glowplug.core.step.sequence_table import SequenceTable
-from glowplug.core.testing.drive import sequence
-from glowplug.core.testing.plans import bare_plan
+from glowplug.core.testing.harness.drive import sequence
+from glowplug.core.testing.harness.plans import bare_plan
 from glowplug.plugins.cache.radix import RadixOptions
 from glowplug.plugins.cache.radix_runtime import RadixCache
 from glowplug.plugins.scheduler.continuous import ContinuousOptions

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from glowplug.core.facts.model_facts import ModelFacts, TensorFact
 from glowplug.core.protocols import LinearShape, Quantized, Worker
-from glowplug.core.testing.build import DictSource, Stepper, build_context, build_model, make, plan_for
+from glowplug.core.testing.harness.build import DictSource, Stepper, build_context, build_model, make, plan_for
 from tests.models.test_parity_deepseek import V3
 from tests.parity import YARN, prompts, write
 

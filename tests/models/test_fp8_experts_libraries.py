@@ -18,7 +18,7 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
 from glowplug.core.errors import GlowplugError  # noqa: E402
-from glowplug.core.testing.plans import bare_plan  # noqa: E402
+from glowplug.core.testing.harness.plans import bare_plan  # noqa: E402
 from glowplug.kernels import fp8  # noqa: E402
 from glowplug.kernels.triton import fp8_quant  # noqa: E402
 from glowplug.plugins.quantization import fp8_masked  # noqa: E402

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from glowplug.core.testing.build import Stepper, build_context, build_model, plan_for
+from glowplug.core.testing.harness.build import Stepper, build_context, build_model, plan_for
 from tests.models.test_parity_deepseek import CASES
 from tests.models.test_parity_llama import GQA
 from tests.parity import prompts, write

@@ -14,8 +14,8 @@ from glowplug.core.errors import PlanRefused
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.protocols import LinearShape, Worker
-from glowplug.core.testing.build import DictSource, Stepper, build_model, make, plan_for
-from glowplug.core.testing.ranks import THREADS, RankSet, rank_plan, submit
+from glowplug.core.testing.harness.build import DictSource, Stepper, build_model, make, plan_for
+from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan, submit
 from glowplug.kernels import int8
 from tests.narrow import (
     AWQ,

@@ -19,7 +19,7 @@ if DEVICE == "cpu":
 
 from glowplug.core.plan.plan import EnginePlan  # noqa: E402
 from glowplug.core.protocols import ExpertsShape, LinearShape, Quantized, Worker  # noqa: E402
-from glowplug.core.testing.build import plan_for  # noqa: E402
+from glowplug.core.testing.harness.build import plan_for  # noqa: E402
 from glowplug.kernels import int8  # noqa: E402
 from glowplug.kernels.activation import silu_and_mul  # noqa: E402
 from glowplug.kernels.triton import int8_quant  # noqa: E402

@@ -20,8 +20,8 @@ from glowplug.core.protocols import Model, WeightTarget
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.startup.build_rank import build_context, make_worker
 from glowplug.core.startup.load_weights import load_model
-from glowplug.core.testing.build import DictSource, Stepper
-from glowplug.core.testing.ranks import THREADS, RankSet, rank_plan, run_ranks, submit
+from glowplug.core.testing.harness.build import DictSource, Stepper
+from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan, run_ranks, submit
 from tests.tiny import write_config
 from tests.unit.test_layers import random_tensors
 

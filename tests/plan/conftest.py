@@ -13,7 +13,7 @@ from glowplug.core.facts.model_facts import HardwareFacts
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
-from glowplug.core.testing.fakes import TINY_LLAMA, TINY_V3, write_model
+from glowplug.core.testing.harness.fakes import TINY_LLAMA, TINY_V3, write_model
 
 Planner = Callable[..., EnginePlan]
 Refuser = Callable[..., dict[str, Refusal]]

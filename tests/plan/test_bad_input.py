@@ -17,7 +17,7 @@ from glowplug.core.facts.model_facts import DeviceFacts, HardwareFacts
 from glowplug.core.plan.plan import Decision, EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import load_plugins
-from glowplug.core.testing.fakes import write_model
+from glowplug.core.testing.harness.fakes import write_model
 from glowplug.kernels.triton import tuned
 from glowplug.plugins.quantization import gemm_order, tuned_tables
 from tests.narrow import AWQ

@@ -21,7 +21,7 @@ from glowplug.core.plan.plan import Decision, EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.plugin.slots import SLOTS
-from glowplug.core.testing.fakes import TINY_LLAMA, TINY_V3, write_model
+from glowplug.core.testing.harness.fakes import TINY_LLAMA, TINY_V3, write_model
 from glowplug.entrypoints.flag_table import FLAGS, Flag
 from tests.plan.test_flags import given
 

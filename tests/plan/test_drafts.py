@@ -11,7 +11,7 @@ import pytest
 from glowplug.core.errors import PlanRefused, Refusal
 from glowplug.core.plan.checks.speculation import tokenizer_difference
 from glowplug.core.plan.plan import EnginePlan
-from glowplug.core.testing.fakes import TINY_LLAMA, TINY_V3, write_model
+from glowplug.core.testing.harness.fakes import TINY_LLAMA, TINY_V3, write_model
 
 NEXTN = {**TINY_V3, "num_nextn_predict_layers": 1}
 ALONE = {**TINY_V3, "architectures": ["DeepseekV3ForCausalLMNextN"], "num_hidden_layers": 1,

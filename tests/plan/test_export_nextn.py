@@ -12,7 +12,7 @@ from safetensors import safe_open
 from glowplug.core.errors import WeightError
 from glowplug.core.facts.model_folder import embedded_path, read_folder
 from glowplug.core.facts.safetensors_header import read_header
-from glowplug.core.testing.fakes import TINY_V3, write_model
+from glowplug.core.testing.harness.fakes import TINY_V3, write_model
 from glowplug.entrypoints.cli import main
 from glowplug.entrypoints.nextn_export import draft_config, renamed
 
@@ -155,7 +155,7 @@ def test_what_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_an_exported_layer_drafts_as_the_checkpoints_own(tmp_path: Path) -> None:
     """Same tokens, and the same number of drafts accepted."""
-    from glowplug.core.testing.ranks import RankSet, rank_plan, submit
+    from glowplug.core.testing.harness.ranks import RankSet, rank_plan, submit
 
     assert export("embedded", tmp_path / "draft") == 0
     found = []

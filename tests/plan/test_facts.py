@@ -18,7 +18,7 @@ from glowplug.core.facts.model_folder import locate_model, normalise, read_folde
 from glowplug.core.facts.parameters import count_parameters
 from glowplug.core.facts.weight_classes import tally
 from glowplug.core.plugin.registry import PluginSet
-from glowplug.core.testing.fakes import TINY_LLAMA, TINY_V3, write_model
+from glowplug.core.testing.harness.fakes import TINY_LLAMA, TINY_V3, write_model
 
 
 def facts_of(folder: Path) -> ModelFacts:

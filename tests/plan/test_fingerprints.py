@@ -18,7 +18,7 @@ from glowplug.core.plan.fingerprint import answers_fingerprint, plan_fingerprint
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.plugin.slots import SLOTS
-from glowplug.core.testing.fakes import TINY_V3, write_model
+from glowplug.core.testing.harness.fakes import TINY_V3, write_model
 from tests.plan.conftest import Planner
 from tests.source_tree import ROOT
 

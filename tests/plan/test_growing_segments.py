@@ -10,7 +10,7 @@ import pytest
 from glowplug.core.facts.machine import read_sheet
 from glowplug.core.plan.plan import BudgetLine, EnginePlan
 from glowplug.core.plugin.offers import CollectiveOffers
-from glowplug.core.testing.fakes import component
+from glowplug.core.testing.harness.fakes import component
 from tests.plan.test_graphs import decided
 from tests.plan.test_refusals import with_components
 from tests.traced_memory import written

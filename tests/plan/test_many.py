@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from glowplug.core.testing.fakes import TINY_LLAMA, TINY_V3, write_model
+from glowplug.core.testing.harness.fakes import TINY_LLAMA, TINY_V3, write_model
 from tests.source_tree import ROOT
 
 SCRIPT = """

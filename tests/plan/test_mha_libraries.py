@@ -13,7 +13,7 @@ from glowplug.core.facts.machine import read_sheet
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
-from glowplug.core.testing.fakes import write_model
+from glowplug.core.testing.harness.fakes import write_model
 from glowplug.plugins.attention import measured
 from tests.tiny import LLAMA
 

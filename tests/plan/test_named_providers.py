@@ -10,7 +10,7 @@ import pytest
 
 from glowplug.core.errors import PlanRefused
 from glowplug.core.plan.plan import EnginePlan
-from glowplug.core.testing.fakes import write_model
+from glowplug.core.testing.harness.fakes import write_model
 from tests.plan.test_bad_input import A100, H200, LIBRARIES, LITE, make  # noqa: F401
 
 NO_TRITON = {**LIBRARIES, "triton": ""}

@@ -13,7 +13,7 @@ from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plan.table import render, table
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.plugin.slots import SLOTS
-from glowplug.core.testing.fakes import TINY_V3, write_model
+from glowplug.core.testing.harness.fakes import TINY_V3, write_model
 
 GIB = 1 << 30
 

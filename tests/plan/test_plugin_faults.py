@@ -231,6 +231,6 @@ class _Broken:
     @hookimpl
     def register_prefix_caches(self) -> list[Component]:
         from glowplug.core.plugin.offers import CacheOffers
-        from glowplug.core.testing.fakes import component
+        from glowplug.core.testing.harness.fakes import component
 
         return [component("cache", "lost", CacheOffers())]

@@ -17,7 +17,7 @@ from glowplug.core.facts.weight_classes import role_of, tally
 from glowplug.core.plan.budget.weights import Storage, number_bytes, parts_of, weights_by_rank
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
-from glowplug.core.testing.ranks import THREADS, RankSet, rank_plan
+from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan
 from tests.source_tree import ROOT
 from tests.tiny import CONFIGS, write_config
 

@@ -26,7 +26,7 @@ from glowplug.core.plugin.offers import (
 )
 from glowplug.core.plugin.options import SpeculativeOptions
 from glowplug.core.plugin.registry import DEFAULT_PLUGINS, PluginSet
-from glowplug.core.testing.fakes import TINY_V3, component, write_model
+from glowplug.core.testing.harness.fakes import TINY_V3, component, write_model
 
 
 def with_components(**by_slot: list[Component]) -> PluginSet:

@@ -16,7 +16,7 @@ from glowplug.core.plugin.offers import PolicyOffers
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.plugin.requirements import missing_packages
 from glowplug.core.plugin.slots import SLOTS
-from glowplug.core.testing.fakes import component
+from glowplug.core.testing.harness.fakes import component
 from tests.plan.test_refusals import with_components
 
 ROOT = Path(__file__).parents[2]

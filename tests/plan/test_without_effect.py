@@ -13,7 +13,7 @@ from glowplug.core.plugin.component import CheckContext, Component
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, Capture, Mode, OpsOffers
 from glowplug.core.plugin.options import OpsOptions
 from glowplug.core.plugin.registry import PluginSet
-from glowplug.core.testing.fakes import component
+from glowplug.core.testing.harness.fakes import component
 from tests.plan.conftest import Planner
 from tests.plan.test_flags import given
 from tests.plan.test_refusals import with_components

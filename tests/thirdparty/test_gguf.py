@@ -22,8 +22,8 @@ import pytest
 import torch
 
 from glowplug.core.protocols import WeightSource, Worker
-from glowplug.core.testing.plans import bare_plan
-from glowplug.core.testing.weights_suite import WeightSourceSuite
+from glowplug.core.testing.harness.plans import bare_plan
+from glowplug.core.testing.suites.weights import WeightSourceSuite
 from tests.work import at_most
 
 gguf = pytest.importorskip("gguf")

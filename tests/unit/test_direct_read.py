@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from glowplug.core.errors import WeightError
 from glowplug.core.protocols import Worker
-from glowplug.core.testing.weights_suite import Wanted, cuts, same
+from glowplug.core.testing.suites.weights import Wanted, cuts, same
 from glowplug.plugins.weights.direct_read import GAP, DirectReader, Span, blocks_of
 from glowplug.plugins.weights.safetensors import SafetensorsOptions
 from glowplug.plugins.weights.safetensors_runtime import SafetensorsSource

@@ -18,8 +18,8 @@ from glowplug.core.startup.memory_gauge import HostGauge, MemoryMeter
 from glowplug.core.startup.page_fit import Left, compared, pages_that_fit
 from glowplug.core.startup.phases import rate
 from glowplug.core.step.messages import Control
-from glowplug.core.testing.plans import bare_plan
-from glowplug.core.testing.ranks import rank_plan
+from glowplug.core.testing.harness.plans import bare_plan
+from glowplug.core.testing.harness.ranks import rank_plan
 from tests.tiny import write_config
 
 GIB = 1 << 30

@@ -17,7 +17,7 @@ from glowplug.core.layers.linear import Both, Linear, Part, agreed_format, both_
 from glowplug.core.layers.module import Module, Target, part_of
 from glowplug.core.layers.rope import RopeConfig
 from glowplug.core.protocols import LinearShape, Parts, Quantized, Shard
-from glowplug.core.testing.build import Stepper, build_context, build_model
+from glowplug.core.testing.harness.build import Stepper, build_context, build_model
 from glowplug.plugins.parallel.unsplit import Unsplit
 from tests.tiny import CONFIGS
 

@@ -13,7 +13,7 @@ from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.facts.model_folder import model_facts, normalise
 from glowplug.core.protocols import WeightTarget
 from glowplug.core.startup.load_weights import load_model
-from glowplug.core.testing.build import DictSource, build_context, make, plan_for
+from glowplug.core.testing.harness.build import DictSource, build_context, make, plan_for
 from tests.tiny import CONFIGS
 
 

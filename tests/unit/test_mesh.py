@@ -13,7 +13,7 @@ from glowplug.core.protocols import Shard
 from glowplug.core.protocols.parallel_stack import ParallelStack
 from glowplug.core.startup.build_rank import make_worker
 from glowplug.core.step.batch import StepShape, idle_batch
-from glowplug.core.testing.plans import bare_plan
+from glowplug.core.testing.harness.plans import bare_plan
 
 
 @pytest.mark.parametrize(("mesh", "rank", "expected"), [

@@ -8,7 +8,7 @@ from glowplug.core.engine.observe import PrefillTimer, StepTimer
 from glowplug.core.step.batch import StepResult, idle_batch
 from glowplug.core.step.request import Sequence
 from glowplug.core.step.sequence_table import SequenceTable
-from glowplug.core.testing.drive import sequence
+from glowplug.core.testing.harness.drive import sequence
 
 
 class Clock:

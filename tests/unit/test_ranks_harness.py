@@ -15,11 +15,11 @@ from glowplug.core.errors import CollectiveError
 from glowplug.core.facts.mesh import axis_size, coordinates, group
 from glowplug.core.protocols import Worker
 from glowplug.core.step.messages import Abort
-from glowplug.core.testing.parallel_suite import CollectivesSuite
-from glowplug.core.testing.plans import bare_plan
-from glowplug.core.testing.ranks import RankSet, rank_plan, run_ranks, submit
-from glowplug.core.testing.threads import ThreadOptions
-from glowplug.core.testing.threads_runtime import MEETINGS, Meeting, ThreadCollectives
+from glowplug.core.testing.harness.plans import bare_plan
+from glowplug.core.testing.harness.ranks import RankSet, rank_plan, run_ranks, submit
+from glowplug.core.testing.harness.threads import ThreadOptions
+from glowplug.core.testing.harness.threads_runtime import MEETINGS, Meeting, ThreadCollectives
+from glowplug.core.testing.suites.parallel import CollectivesSuite
 from tests.tiny import write_config
 
 MESHES = [{"tp": 2}, {"tp": 4}, {"tp": 4, "dp": 2}, {"tp": 4, "ep": 2}, {"tp": 4, "dp": 4, "ep": 2}]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from glowplug.core.step.sequence_table import SequenceTable
-from glowplug.core.testing.drive import sequence
+from glowplug.core.testing.harness.drive import sequence
 
 
 def test_join_copies_prompt_and_output() -> None:

@@ -12,7 +12,7 @@ from glowplug.core.errors import GlowplugError
 from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.startup import build_rank as worker, torch_allocator as segments
 from glowplug.core.startup.torch_allocator import SETTER, VARIABLES, use_segments
-from glowplug.core.testing.ranks import rank_plan
+from glowplug.core.testing.harness.ranks import rank_plan
 from tests.tiny import write_config
 
 

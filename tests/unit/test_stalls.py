@@ -11,9 +11,9 @@ from glowplug.core.plugin.offers import Mode
 from glowplug.core.step.batch import Batch, StepResult, idle_batch
 from glowplug.core.step.messages import Finished, Stats
 from glowplug.core.step.sequence_table import SequenceTable
-from glowplug.core.testing.drive import sequence
-from glowplug.core.testing.plans import bare_plan
-from glowplug.core.testing.simple import FirstCome
+from glowplug.core.testing.harness.drive import sequence
+from glowplug.core.testing.harness.plans import bare_plan
+from glowplug.core.testing.harness.simple import FirstCome
 
 
 class World:

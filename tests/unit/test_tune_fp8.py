@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.protocols import ExpertsShape, LinearShape
 from glowplug.core.startup.layer_shapes import LayerShapes, TuneTable
-from glowplug.core.testing.plans import bare_plan
+from glowplug.core.testing.harness.plans import bare_plan
 from glowplug.kernels.triton import fp8_tuning, moe_tuning, tuned
 from glowplug.plugins.quantization import tune_fp8, tune_moe
 

@@ -17,7 +17,7 @@ if DEVICE == "cpu":
 
 from glowplug.core.protocols import LinearShape  # noqa: E402
 from glowplug.core.startup.layer_shapes import LayerShapes  # noqa: E402
-from glowplug.core.testing.build import plan_for  # noqa: E402
+from glowplug.core.testing.harness.build import plan_for  # noqa: E402
 from glowplug.kernels import awq as layout  # noqa: E402
 from glowplug.kernels.triton import tuned  # noqa: E402
 from glowplug.plugins.quantization import gemm_order, tune_narrow  # noqa: E402

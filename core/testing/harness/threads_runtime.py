@@ -17,7 +17,7 @@ from glowplug.core.protocols import Worker
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from glowplug.core.testing.threads import ThreadOptions
+    from glowplug.core.testing.harness.threads import ThreadOptions
 
 MEETINGS: dict[str, Meeting] = {}  #: ``Worker.rendezvous`` -> where its ranks meet
 

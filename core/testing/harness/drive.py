@@ -13,7 +13,7 @@ from glowplug.core.step.batch import Batch, StepResult
 from glowplug.core.step.messages import Abort, Admitted, Finished, StepOutput
 from glowplug.core.step.request import SamplingParams, Sequence
 from glowplug.core.step.sequence_table import SequenceTable
-from glowplug.core.testing.fake_model import FakeModel, PoisonedPages
+from glowplug.core.testing.harness.fake_model import FakeModel, PoisonedPages
 
 
 def sequence(id: int, prompt: list[int], *, max_tokens: int = 8, stop_ids: frozenset[int] = frozenset(),

@@ -18,8 +18,8 @@ from glowplug.core.layers.rope import RopeConfig
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import AttentionBackend, Worker
 from glowplug.core.step.kv_pool import TORCH_DTYPES
-from glowplug.core.testing.paged_world import Row, World, make_world, random_rows
-from glowplug.core.testing.plans import bare_plan
+from glowplug.core.testing.harness.paged_world import Row, World, make_world, random_rows
+from glowplug.core.testing.harness.plans import bare_plan
 
 
 @dataclass

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import PrefixCache, PrefixMatch
-from glowplug.core.testing.plans import bare_plan
+from glowplug.core.testing.harness.plans import bare_plan
 
 SIZE = 4
 Ints = NDArray[np.int32]

@@ -8,8 +8,8 @@ import pytest
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import SchedulingPolicy
 from glowplug.core.step.request import Sequence
-from glowplug.core.testing.drive import sequence
-from glowplug.core.testing.plans import bare_plan
+from glowplug.core.testing.harness.drive import sequence
+from glowplug.core.testing.harness.plans import bare_plan
 
 
 def some(rng: random.Random, count: int) -> list[Sequence]:

@@ -19,10 +19,10 @@ from glowplug.core.errors import QueueFull, RequestError
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import PrefixCache, Scheduler, SchedulingPolicy
 from glowplug.core.step.request import Sequence
-from glowplug.core.testing.drive import Drive, sequence
-from glowplug.core.testing.fake_model import reference
-from glowplug.core.testing.plans import VOCAB, bare_plan
-from glowplug.core.testing.simple import FirstCome, KeepsNothing
+from glowplug.core.testing.harness.drive import Drive, sequence
+from glowplug.core.testing.harness.fake_model import reference
+from glowplug.core.testing.harness.plans import VOCAB, bare_plan
+from glowplug.core.testing.harness.simple import FirstCome, KeepsNothing
 
 SEEDS = range(3)
 

@@ -1,7 +1,7 @@
 """Fakes for tests of the plan zone: a plugin that fills slots with declarations only, and a model folder. No torch.
 
 A plugin author can check a whole configuration around one real component:
-``load_plugins(defaults=["glowplug.core.testing.fakes", "my_package.my_plugin"])``.
+``load_plugins(defaults=["glowplug.core.testing.harness.fakes", "my_package.my_plugin"])``.
 """
 from __future__ import annotations
 

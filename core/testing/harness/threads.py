@@ -1,4 +1,4 @@
-"""The plugin of collectives among threads: ``collectives.use = "threads"`` where ``glowplug.core.testing.ranks`` runs.
+"""The plugin of collectives among threads: ``collectives.use = "threads"`` where ``glowplug.core.testing.harness.ranks`` runs.
 
 Exact and deterministic: sums are taken in rank order, so every rank gets the same bits. No torch here.
 """
@@ -24,7 +24,7 @@ def register_collectives() -> list[Component]:
     return [Component(
         name="threads",
         options=ThreadOptions,
-        factory="glowplug.core.testing.threads_runtime:ThreadCollectives",
+        factory="glowplug.core.testing.harness.threads_runtime:ThreadCollectives",
         offers=CollectiveOffers(devices=frozenset({"cpu"}), ranks=True),
         summary="ranks as threads of one process, for tests",
     )]

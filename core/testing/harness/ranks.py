@@ -27,10 +27,10 @@ from glowplug.core.plugin.registry import PluginSet, load_plugins, load_plugins_
 from glowplug.core.startup.build_rank import build_rank
 from glowplug.core.step.messages import Control, Inbound, Outbound, Reply, Stats, StepOutput, Submit, encode, packed_ids
 from glowplug.core.step.request import SamplingParams
-from glowplug.core.testing.drive import Collected, collect
-from glowplug.core.testing.threads_runtime import MEETINGS, Meeting
+from glowplug.core.testing.harness.drive import Collected, collect
+from glowplug.core.testing.harness.threads_runtime import MEETINGS, Meeting
 
-THREADS = "glowplug.core.testing.threads"  #: the plugin of in-memory collectives
+THREADS = "glowplug.core.testing.harness.threads"  #: the plugin of in-memory collectives
 SWITCH = 1e-4  #: seconds a thread may hold the interpreter while others wait
 Result = TypeVar("Result")
 

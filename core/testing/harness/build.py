@@ -25,7 +25,7 @@ from glowplug.core.protocols.parallel_stack import ParallelStack
 from glowplug.core.startup.load_weights import load_model
 from glowplug.core.step.batch import Batch
 from glowplug.core.step.kv_pool import KVPool
-from glowplug.core.testing.plans import bare_plan
+from glowplug.core.testing.harness.plans import bare_plan
 
 ATTENTION = {"mla": "torch_mla", "mha": "torch_mha"}  #: attention backend by the model's kind
 
