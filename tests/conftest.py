@@ -28,7 +28,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.fixture
 def own_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder that tuned tables are read from, empty; ``tables.forget`` behind what is written into it."""
-    monkeypatch.setattr("glowplug.kernels.triton.tuned.FOLDER", tmp_path)
+    monkeypatch.setattr("glowplug.kernels.launch.tuned_tables.FOLDER", tmp_path)
     forget()
     yield tmp_path
     forget()

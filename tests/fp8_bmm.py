@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glowplug.kernels import fp8
-from glowplug.kernels.fp8 import Blocks
-from glowplug.kernels.triton import mla_absorbed_fp8, mla_prologue
+from glowplug.kernels.formats import fp8
+from glowplug.kernels.formats.fp8 import Blocks
+from glowplug.kernels.mla import absorbed_fp8 as mla_absorbed_fp8, prologue as mla_prologue
 
 NOPE, VALUE, LORA = 128, 128, 512
 COLD = 256 << 20  #: bytes of weights that a graph goes through

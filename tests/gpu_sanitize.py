@@ -36,7 +36,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parents[1]
-KERNELS = ROOT / "kernels" / "triton"
+KERNELS = "glowplug.kernels."
 TESTS = [path for pattern in ("test_triton_*.py", "test_gpu_*.py")
          for path in sorted((ROOT / "tests" / "kernels").glob(pattern)) if "compiles" not in path.name]
 TOOLS = ("memcheck", "initcheck")
@@ -53,10 +53,10 @@ ALL_CAPTURE = "test_gpu_replays"  #: what files without another test begin with
 #: makers of tensors with rows that by their contract nobody writes and that are read all the same, because a mask
 #: would cost time: padding of tiles, pairs of absent experts, the end of a list, parts of a row that has fewer. Under
 #: initcheck these tensors are filled with NaN, or the largest integer: a test whose results hung on such a row fails.
-PADDED = ("mha_decode.mha_decode", "mla_decode.decode_parts", "moe_align.align", "moe_experts.begin", "moe_gemm.up",
-          "moe_gemm_awq.product", "moe_gemm_fp8.product", "moe_gemm_fp8_hopper.gated", "moe_gemm_hopper.up",
-          "moe_gemm_int8.product", "moe_places.static", "moe_places.packed", "moe_sort.gather_rows",
-          "fp8_quant.empty_quantized")
+PADDED = ("mha.decode.mha_decode", "mla.decode.decode_parts", "moe.align.align", "moe.experts.begin", "moe.gemm.up",
+          "moe.narrow.int4_awq.product", "moe.fp8.gemm.product", "moe.fp8.gemm_hopper.gated", "moe.gemm_hopper.up",
+          "moe.narrow.int8.product", "moe.fp8.library_layouts.static", "moe.fp8.library_layouts.packed",
+          "moe.sort.gather_rows", "formats.fp8_triton.empty_quantized")
 
 
 Job = tuple[Path, str, bool]  #: a file, a tool, the tests that capture?
@@ -128,7 +128,7 @@ def only_padded_filled() -> Iterator[None]:
     def telling(make: Callable[..., Any]) -> Any:
         def made(*args: Any, **kind: Any) -> Any:
             caller = sys._getframe(1)
-            module = caller.f_globals["__name__"].rpartition(".")[2]
+            module = caller.f_globals["__name__"].removeprefix(KERNELS)
             maker = f"{module}.{caller.f_code.co_qualname.partition('.<locals>')[0]}"
             poison.fill_uninitialized_memory = maker in PADDED
             try:
@@ -176,7 +176,7 @@ def run_tests(file: str, tool: str, captured: bool, seconds: float) -> int:
     """In a process of its own: the tests of one file; prints the names of the kernels they launch."""
     from triton.runtime.jit import JITFunction
 
-    from glowplug.kernels.triton import dependent
+    from glowplug.kernels.launch import dependent_launch as dependent
 
     if tool == "initcheck":  # writes of a kernel that the next one does not wait for as a whole may be missed
         dependent.supported = lambda: False  # type: ignore[assignment]
@@ -184,7 +184,7 @@ def run_tests(file: str, tool: str, captured: bool, seconds: float) -> int:
     launch = JITFunction.run
 
     def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
-        names.add(self.fn.__module__.rpartition(".")[2] + "." + self.fn.__name__)
+        names.add(f"{self.fn.__module__.removeprefix(KERNELS)}.{self.fn.__name__}")
         return launch(self, *args, **kwargs)
 
     JITFunction.run = noting
@@ -254,20 +254,22 @@ def reported(log: str) -> list[str]:
 
 
 def launchable() -> list[str]:
-    """``module.kernel`` of every Triton kernel that no other one calls, or hands to one that does (as to a reduction).
-    """
+    """Return ``module.kernel`` of every Triton kernel that no other kernel calls or passes on (as to a reduction)."""
     jitted, called = set(), set()
-    for path in KERNELS.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path in (ROOT / "kernels").rglob("*.py"):
+        module = ast.parse(path.read_text())
+        home = ".".join(path.relative_to(ROOT / "kernels").with_suffix("").parts)
+        imported = {alias.asname or alias.name: f"{node.module}.{alias.name}".removeprefix(KERNELS)
+                    for node in ast.walk(module) if isinstance(node, ast.ImportFrom) for alias in node.names}
+        called |= set(imported.values())
+        for node in ast.walk(module):
             if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(one) for one in node.decorator_list):
-                jitted.add(f"{path.stem}.{node.name}")
+                jitted.add(f"{home}.{node.name}")
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
-                name = ast.unparse(node.func)
-                called.add(name if "." in name else f"{path.stem}.{name}")
-                called |= {f"{path.stem}.{given.id}" for part in node.args for given in ast.walk(part)
+                first, *rest = ast.unparse(node.func).split(".")
+                called.add(".".join([imported.get(first, f"{home}.{first}"), *rest]))
+                called |= {f"{home}.{given.id}" for part in node.args for given in ast.walk(part)
                            if isinstance(given, ast.Name)}
-            elif isinstance(node, ast.ImportFrom):
-                called |= {f"{(node.module or '').rpartition('.')[2]}.{alias.name}" for alias in node.names}
     return sorted(jitted - called)
 
 

@@ -204,7 +204,8 @@ def fake_card() -> Iterator[Tally]:
     """Within it tensors of device "cuda" are fake, and Triton's launches do nothing."""
     from triton.runtime.jit import JITFunction
 
-    from glowplug.kernels.triton import dependent, moe_gemm_hopper, tuned
+    from glowplug.kernels.launch import dependent_launch as dependent, tuned_tables as tuned
+    from glowplug.kernels.moe import gemm_hopper as moe_gemm_hopper
 
     fake, tally = FakeTensorMode(allow_non_fake_inputs=True), Tally()
     from_numpy, original = torch.from_numpy, placement.send

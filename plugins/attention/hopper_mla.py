@@ -8,7 +8,7 @@ from glowplug.core.plan.plan import Decision
 from glowplug.core.plugin.component import CheckContext, Component, Package
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
-from glowplug.kernels.triton.h200 import SHORT, SHORT_CONTEXT
+from glowplug.kernels.launch.cuda_arch import SHORT, SHORT_CONTEXT
 from glowplug.plugins.attention.absorbed import AbsorbedOptions
 from glowplug.plugins.attention.flashmla import PAGE
 from glowplug.plugins.attention.library import HOPPER, SGL_KERNEL, SIXTEEN_BITS, check_kv_is_compute

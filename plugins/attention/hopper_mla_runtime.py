@@ -8,7 +8,7 @@ from glowplug.core.plugin.byte_costs import DecodingRows
 from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import MlaLayer, Worker
 from glowplug.core.step.batch import Batch
-from glowplug.kernels.fp8 import Blocks
+from glowplug.kernels.formats.fp8 import Blocks
 from glowplug.plugins.attention.flashmla_runtime import FlashMla
 from glowplug.plugins.attention.library import SIXTEEN_BITS
 from glowplug.plugins.attention.measured import fastest

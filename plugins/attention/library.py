@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from glowplug.core.errors import Refusal
 from glowplug.core.plugin.component import Check, CheckContext
-from glowplug.kernels import cards
+from glowplug.kernels.launch import cards
 from glowplug.plugins.attention.absorbed import check_absorbed
 
 SGL_KERNEL = "sglang-kernel"  #: the distribution; it is imported as ``sgl_kernel``

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from glowplug.kernels.triton.h200 import APART_ROWS, MANY_HEADS, SHORT
+from glowplug.kernels.launch.cuda_arch import APART_ROWS, MANY_HEADS, SHORT
 
 Line = tuple[tuple[float, str], ...]  #: (most rows of a step, kernel), fewest rows first
 

@@ -15,7 +15,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, ProjectedMla, Worker
 from glowplug.core.step.batch import Batch
-from glowplug.kernels.triton.mha_store import mha_store
+from glowplug.kernels.mha.store import mha_store
 from glowplug.plugins.attention.cache_layout import local_kv_heads, mha_layout
 
 
@@ -25,7 +25,7 @@ class PagedMha:
     A step's keys are stored before anything attends, so that kernels read the cache alone, as it keeps them.
 
     Attributes:
-        follows: the kernels of every step wait for those before them (``kernels/triton/dependent.py``), so that the
+        follows: the kernels of every step wait for those before them (``kernels/launch/dependent_launch.py``), so that the
             first may start before the keys are stored.
     """
 

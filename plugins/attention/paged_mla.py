@@ -17,8 +17,9 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, RopeRows, Worker
 from glowplug.core.step.batch import Batch
-from glowplug.kernels import merge, mla
-from glowplug.kernels.fp8 import BLOCK, Blocks
+from glowplug.kernels.formats.fp8 import BLOCK, Blocks
+from glowplug.kernels.mla import reference as mla
+from glowplug.kernels.paged import merge_states_reference as merge
 from glowplug.plugins.attention.absorbed import stored_is_faster
 from glowplug.plugins.attention.cache_layout import kv_layers
 from glowplug.plugins.attention.prefill_bytes import most_keys
@@ -43,7 +44,7 @@ class PagedMla:
     expand latents to per-head keys and values.
 
     Attributes:
-        follows: kernels of ``decode`` wait for those before them (``kernels/triton/dependent.py``), so that the first
+        follows: kernels of ``decode`` wait for those before them (``kernels/launch/dependent_launch.py``), so that the first
             may start before the prologue ends, and what comes behind them before they end. NOTE: FlashMLA's are
             launched so that they may start early, too, and then read queries before they wait.
     """
@@ -193,7 +194,8 @@ def _kernels(device: torch.device) -> tuple[Any, Expand, Callable[[Tensor, Tenso
     """``prologue``, ``absorb``, ``project``, ``store`` and ``gather``; ``expand``; ``merge_into``: in Triton on a GPU.
     """
     if device.type == "cuda":
-        from glowplug.kernels.triton import merge as triton_merge, mla_expand, mla_prologue
+        from glowplug.kernels.mla import expand as mla_expand, prologue as mla_prologue
+        from glowplug.kernels.paged import merge_states as triton_merge
 
         return mla_prologue, mla_expand.expand, triton_merge.merge_into
     return mla, mla.expand, merge.merge_into

@@ -13,7 +13,7 @@ def most_keys(heads: int, key: int, value: int, element: int) -> int:
 
 
 def _expanded(key: int, value: int) -> int:
-    """Numbers of a head's key and value, which are equally wide in memory: see ``kernels.triton.mla_expand``."""
+    """Numbers of a head's key and value, which are equally wide in memory: see ``kernels.mla.expand``."""
     return 2 * max(key, value)
 
 

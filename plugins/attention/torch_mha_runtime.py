@@ -10,8 +10,8 @@ from glowplug.core.facts.kv_layout import KVLayout
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, Worker
 from glowplug.core.step.batch import Batch
-from glowplug.kernels import mha
-from glowplug.kernels.merge import merge_states
+from glowplug.kernels.mha import reference as mha
+from glowplug.kernels.paged.merge_states_reference import merge_states
 from glowplug.plugins.attention.cache_layout import local_kv_heads, mha_layout
 from glowplug.plugins.attention.paging import Group, GroupLimits, LongRow, plan_groups, store
 from glowplug.plugins.attention.torch_mha import TorchMhaOptions

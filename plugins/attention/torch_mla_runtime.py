@@ -10,8 +10,10 @@ from glowplug.core.facts.kv_layout import KVEntry, KVLayout
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, Worker
 from glowplug.core.step.batch import Batch
-from glowplug.kernels import few, mha, mla
-from glowplug.kernels.merge import merge_states
+from glowplug.kernels.elementwise import cpu_small as few
+from glowplug.kernels.mha import reference as mha
+from glowplug.kernels.mla import reference as mla
+from glowplug.kernels.paged.merge_states_reference import merge_states
 from glowplug.plugins.attention.cache_layout import kv_layers
 from glowplug.plugins.attention.paging import (
     Group,

@@ -9,7 +9,7 @@ from glowplug.core.plugin.component import CheckContext, Component, Package
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, FLOAT_DTYPES, AttentionOffers
 from glowplug.core.plugin.options import AttentionOptions
-from glowplug.kernels.cards import TILES
+from glowplug.kernels.launch.cards import TILES
 from glowplug.plugins.attention.prefill_bytes import mha_bytes
 
 LARGEST = 256  #: numbers of a head whose tiles fit a multiprocessor

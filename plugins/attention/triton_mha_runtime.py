@@ -10,8 +10,8 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import Worker
 from glowplug.core.step.batch import Batch
-from glowplug.kernels.triton.mha_decode import Tiling, mha_decode, tiling
-from glowplug.kernels.triton.mha_prefill import mha_prefill
+from glowplug.kernels.mha.decode import Tiling, mha_decode, tiling
+from glowplug.kernels.mha.prefill import mha_prefill
 from glowplug.plugins.attention.paged_mha import PagedMha
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 from glowplug.core.plugin.component import Component, Package
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, FLOAT_DTYPES, AttentionOffers, Capture, Mode
-from glowplug.kernels.cards import TILES
+from glowplug.kernels.launch.cards import TILES
 from glowplug.plugins.attention.absorbed import AbsorbedOptions, check_absorbed
 from glowplug.plugins.attention.prefill_bytes import mla_bytes
 

@@ -8,10 +8,10 @@ from torch import Tensor
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import MlaLayer, Worker
 from glowplug.core.step.batch import Batch
-from glowplug.kernels.fp8 import Blocks
-from glowplug.kernels.triton import mla_values
-from glowplug.kernels.triton.mla_decode import Tiling, decode_parts, mla_decode, ring_fits, tiling
-from glowplug.kernels.triton.mla_prefill import mla_prefill
+from glowplug.kernels.formats.fp8 import Blocks
+from glowplug.kernels.mla import value_projection as mla_values
+from glowplug.kernels.mla.decode import Tiling, decode_parts, mla_decode, ring_fits, tiling
+from glowplug.kernels.mla.prefill import mla_prefill
 from glowplug.plugins.attention.paged_mla import PagedMla
 from glowplug.plugins.attention.ragged import RaggedCall
 from glowplug.plugins.attention.triton_mla import TritonMlaOptions

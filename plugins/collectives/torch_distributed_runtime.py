@@ -20,7 +20,7 @@ from glowplug.core.errors import CollectiveError
 from glowplug.core.facts.mesh import OVER_TP, WITHIN, axis_size, group
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Worker
-from glowplug.kernels.sums import add_up
+from glowplug.kernels.launch.sums import add_up
 from glowplug.plugins.collectives.rendezvous import await_ranks, open_store, own_address
 from glowplug.plugins.collectives.torch_distributed import TorchDistributedOptions
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Parts, Worker
-from glowplug.kernels import routing
-from glowplug.kernels.norm import rms_norm_reference
-from glowplug.kernels.sums import sum_of_pairs
+from glowplug.kernels.elementwise.norm_reference import rms_norm_reference
+from glowplug.kernels.launch.sums import sum_of_pairs
+from glowplug.kernels.moe import route_reference as routing
 from glowplug.plugins.ops.compiled import Compiled
 from glowplug.plugins.ops.torch_ops import TorchOpsOptions
 from glowplug.plugins.ops.torch_ops_runtime import TorchOps

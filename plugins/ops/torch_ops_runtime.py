@@ -9,7 +9,13 @@ from torch import Tensor
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import OpsOptions
 from glowplug.core.protocols import Quantized, Route, SignallingRoute, Worker
-from glowplug.kernels import activation, fp8, norm, rope, routing
+from glowplug.kernels.elementwise import (
+    activation_reference as activation,
+    norm_reference as norm,
+    rope_reference as rope,
+)
+from glowplug.kernels.formats import fp8
+from glowplug.kernels.moe import route_reference as routing
 
 FP8_VALUES = "fp8_group128_values"
 MARGIN = 64  #: rows of the rope table beyond the context, which drafted tokens may reach

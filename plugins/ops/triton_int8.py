@@ -4,8 +4,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from glowplug.core.protocols import Parts
-from glowplug.kernels.triton import int8_quant
-from glowplug.kernels.triton.moe_sum import moe_sum
+from glowplug.kernels.formats import int8_triton as int8_quant
+from glowplug.kernels.moe.sum import moe_sum
 from glowplug.plugins.ops.quantizing import Pair, producers
 
 INT8 = "int8_token"

@@ -7,7 +7,7 @@ from glowplug.core.plugin.component import Component, Package
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import OpsOffers
 from glowplug.core.plugin.options import OpsOptions
-from glowplug.kernels.cards import TRITON
+from glowplug.kernels.launch.cards import TRITON
 from glowplug.plugins.ops.torch_ops import TABLE
 
 

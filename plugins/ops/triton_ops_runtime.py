@@ -9,8 +9,9 @@ from torch import Tensor
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Parts, RopeRows, Worker
 from glowplug.core.step.to_device import rows_at
-from glowplug.kernels.triton import activation, fp8_quant, norm, rope
-from glowplug.kernels.triton.route import route
+from glowplug.kernels.elementwise import activation, norm, rope
+from glowplug.kernels.formats import fp8_triton as fp8_quant
+from glowplug.kernels.moe.route import route
 from glowplug.plugins.ops import triton_int8
 from glowplug.plugins.ops.quantizing import Pair, producers
 from glowplug.plugins.ops.torch_ops_runtime import TorchOps

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from glowplug.core.protocols import Collectives
 from glowplug.core.step.batch import Batch
-from glowplug.kernels.sums import add_up
+from glowplug.kernels.launch.sums import add_up
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ from glowplug.core.protocols import (
     WeightTarget,
     Worker,
 )
-from glowplug.kernels import awq as layout
-from glowplug.kernels.triton import awq_gemm, moe_gemm_awq
-from glowplug.kernels.triton.moe_sum import moe_sum
+from glowplug.kernels.formats import awq as layout
+from glowplug.kernels.gemm import int4_awq as awq_gemm
+from glowplug.kernels.moe.narrow import int4_awq as moe_gemm_awq
+from glowplug.kernels.moe.sum import moe_sum
 from glowplug.plugins.quantization.awq_runtime import Awq, Put, Source
 from glowplug.plugins.quantization.dense import Biased, expert_slices, linear_slices
 from glowplug.plugins.quantization.dense_cuda import shared_slices

@@ -20,7 +20,7 @@ from glowplug.core.protocols import (
     WeightTarget,
     Worker,
 )
-from glowplug.kernels import awq as layout
+from glowplug.kernels.formats import awq as layout
 from glowplug.plugins.quantization.dense import DenseExperts, DenseLinear, expert_slices, linear_slices
 from glowplug.plugins.quantization.left_alone import left_alone, listed
 

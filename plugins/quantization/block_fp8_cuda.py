@@ -21,9 +21,10 @@ from glowplug.core.protocols import (
     WeightTarget,
     Worker,
 )
-from glowplug.kernels import fp8
-from glowplug.kernels.triton import fp8_quant, moe_fp8_tiles, moe_gemm_fp8, moe_gemm_hopper
-from glowplug.kernels.triton.moe_sum import moe_sum
+from glowplug.kernels.formats import fp8, fp8_triton as fp8_quant
+from glowplug.kernels.moe import gemm_hopper as moe_gemm_hopper
+from glowplug.kernels.moe.fp8 import gemm as moe_gemm_fp8, tiles as moe_fp8_tiles
+from glowplug.kernels.moe.sum import moe_sum
 from glowplug.plugins.quantization.block_fp8_runtime import BlockFp8
 from glowplug.plugins.quantization.block_fp8_weights import (
     BLOCK,

@@ -22,9 +22,9 @@ from glowplug.core.protocols import (
     WeightTarget,
     Worker,
 )
-from glowplug.kernels import fp8
-from glowplug.kernels.activation import silu_and_mul
-from glowplug.kernels.cards import tiles_run_on
+from glowplug.kernels.elementwise.activation_reference import silu_and_mul
+from glowplug.kernels.formats import fp8
+from glowplug.kernels.launch.cards import tiles_run_on
 from glowplug.plugins.quantization.dense import DenseExperts, DenseLinear, expert_slices, linear_slices
 
 if TYPE_CHECKING:

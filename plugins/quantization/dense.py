@@ -8,8 +8,8 @@ from torch import Tensor
 
 from glowplug.core.layers.module import Target, part_of
 from glowplug.core.protocols import ExpertsShape, LinearShape, Quantized, WeightTarget
-from glowplug.kernels import moe
-from glowplug.kernels.activation import silu_and_mul
+from glowplug.kernels.elementwise.activation_reference import silu_and_mul
+from glowplug.kernels.moe import reference as moe
 
 PARTS13 = ("gate_proj", "up_proj")
 

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from glowplug.core.layers.module import Target
 from glowplug.core.protocols import ExpertsShape, Parts, Quantized, WeightTarget
-from glowplug.kernels.triton import dependent, moe_experts
-from glowplug.kernels.triton.moe_gemm import Early
-from glowplug.kernels.triton.moe_sum import moe_sum
+from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.moe import experts as moe_experts
+from glowplug.kernels.moe.gemm import Early
+from glowplug.kernels.moe.sum import moe_sum
 from glowplug.plugins.quantization.dense import PARTS13, expert_slices
 
 

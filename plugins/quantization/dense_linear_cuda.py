@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from glowplug.core.protocols import LinearShape, Parts, Quantized
-from glowplug.kernels.cards import tiles_run_on
+from glowplug.kernels.launch.cards import tiles_run_on
 from glowplug.plugins.quantization.dense import DenseLinear
 
 HALF = (torch.bfloat16, torch.float16)
@@ -41,7 +41,7 @@ class CudaLinear(DenseLinear):
 
 def _few(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """The product where a kernel of our own is faster than cuBLAS."""
-    from glowplug.kernels.triton import skinny_gemm  # behind a check that Triton is there
+    from glowplug.kernels.gemm import few_rows as skinny_gemm  # behind a check that Triton is there
 
     tile = skinny_gemm.rule(len(x), *weight.shape)
     return None if tile is None else skinny_gemm.multiply(x, weight, bias, tile)
@@ -49,7 +49,7 @@ def _few(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
 
 def _wide(x: Tensor, weight: Tensor) -> Tensor | None:
     """The product in float32 where a table of this card has a kernel of our own that is faster than cuBLAS."""
-    from glowplug.kernels.triton import head_gemm  # behind a check that Triton is there
+    from glowplug.kernels.gemm import lm_head as head_gemm  # behind a check that Triton is there
 
     config = head_gemm.config_for(len(x), *weight.shape)
     return None if config is None or not head_gemm.fits(x, weight) else head_gemm.multiply(x, weight, config)
@@ -59,7 +59,7 @@ def _parts(x: Tensor, weight: Tensor) -> Parts | None:
     """The product in parts where they and their sum are sooner there than the product."""
     if not x.is_contiguous() or x.dtype != weight.dtype:
         return None
-    from glowplug.kernels.triton import slice_gemm  # behind a check that Triton is there
+    from glowplug.kernels.gemm import split_depth as slice_gemm  # behind a check that Triton is there
 
     if not slice_gemm.fits(len(x), weight.shape[0], weight.shape[1], x.dtype, x.device):
         return None

@@ -10,9 +10,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from glowplug.core.plugin.byte_costs import SHOWN, ExpertsStep, Work, tiled_rows
-from glowplug.kernels.cards import HOPPER
-from glowplug.kernels.triton import moe_fp8_tiles, moe_tiles, tuned
-from glowplug.kernels.triton.tuned import Config
+from glowplug.kernels.launch import tuned_tables as tuned
+from glowplug.kernels.launch.cards import HOPPER
+from glowplug.kernels.launch.tuned_tables import Config
+from glowplug.kernels.moe import tiles as moe_tiles
+from glowplug.kernels.moe.fp8 import tiles as moe_fp8_tiles
 
 if TYPE_CHECKING:
     from glowplug.plugins.quantization.block_fp8 import BlockFp8Options

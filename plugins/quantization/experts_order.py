@@ -1,14 +1,14 @@
 """Who multiplies routed experts in block FP8 where ``quantization.experts`` leaves it open, for the plan. No torch.
 
-The choice itself is made where the products are: ``experts_bytes.grouped_pays`` and ``kernels/triton/moe_fp8_tiles``.
+The choice itself is made where the products are: ``experts_bytes.grouped_pays`` and ``kernels/moe/fp8/tiles``.
 """
 from __future__ import annotations
 
 from glowplug.core.facts.kv_layout import DTYPE_BYTES
 from glowplug.core.plan.plan import Decision
 from glowplug.core.plugin.component import CheckContext
-from glowplug.kernels.cards import LIBRARIES as LIBRARY_CARDS
-from glowplug.kernels.triton import moe_fp8_tiles
+from glowplug.kernels.launch.cards import LIBRARIES as LIBRARY_CARDS
+from glowplug.kernels.moe.fp8 import tiles as moe_fp8_tiles
 from glowplug.plugins.quantization.block_fp8 import BlockFp8Options
 from glowplug.plugins.quantization.experts_bytes import DEEP_GEMM, GROUP, LEAST_LOAD, by_dtype
 from glowplug.plugins.quantization.gemm_order import on_device

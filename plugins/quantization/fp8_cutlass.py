@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from glowplug.kernels.triton import moe_places
-from glowplug.kernels.triton.moe_places import Packed
-from glowplug.kernels.triton.moe_sort import sum_placed
+from glowplug.kernels.moe.fp8 import library_layouts as moe_places
+from glowplug.kernels.moe.fp8.library_layouts import Packed
+from glowplug.kernels.moe.sort import sum_placed
 from glowplug.plugins.quantization.experts_bytes import CUTLASS_WORKSPACE, GROUP, LAYOUT
 from glowplug.plugins.quantization.libraries import library
 

@@ -1,6 +1,6 @@
 """Who multiplies in block FP8: libraries and our own kernel behind one small protocol, chosen by measurement.
 
-Operands are as in ``kernels/triton/fp8_gemm.py``. A library is looked for when it is first asked, never on import.
+Operands are as in ``kernels/gemm/fp8.py``. A library is looked for when it is first asked, never on import.
 """
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from glowplug.core.errors import GlowplugError
 from glowplug.core.startup.warmup import WHOLE
-from glowplug.kernels.triton import tuned
+from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.plugins.quantization import gemm_order
 from glowplug.plugins.quantization.block_fp8 import HALVES
 from glowplug.plugins.quantization.libraries import library
@@ -72,7 +72,7 @@ class _Library:
 class TritonGemm(_Library):
     """Our own kernel: every shape, and scales of single rows."""
 
-    name, module, function = "triton", "glowplug.kernels.triton.fp8_gemm", "gemm"
+    name, module, function = "triton", "glowplug.kernels.gemm.fp8", "gemm"
     own = True
 
     def fits(self, rows: int, columns: int, depth: int) -> bool:

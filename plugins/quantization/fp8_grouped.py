@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from glowplug.core.errors import GlowplugError
-from glowplug.kernels.triton import fp8_quant
-from glowplug.kernels.triton.moe_align import Alignment, align
-from glowplug.kernels.triton.moe_sort import gather_rows, sum_placed
+from glowplug.kernels.formats import fp8_triton as fp8_quant
+from glowplug.kernels.moe.align import Alignment, align
+from glowplug.kernels.moe.sort import gather_rows, sum_placed
 from glowplug.plugins.quantization.experts_bytes import TILE, grouped_pays
 from glowplug.plugins.quantization.libraries import library
 

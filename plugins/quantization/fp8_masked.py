@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from glowplug.kernels.triton import moe_places
-from glowplug.kernels.triton.moe_sort import sum_placed
+from glowplug.kernels.moe.fp8 import library_layouts as moe_places
+from glowplug.kernels.moe.sort import sum_placed
 from glowplug.plugins.quantization.experts_bytes import GROUP, MASKED_TOKENS, masked_rows
 from glowplug.plugins.quantization.fp8_grouped import Grouped
 from glowplug.plugins.quantization.libraries import library

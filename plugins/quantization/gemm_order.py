@@ -12,8 +12,8 @@ from glowplug.core.plan.plan import Decision
 from glowplug.core.plugin.component import CheckContext
 from glowplug.core.plugin.offers import QuantizationOffers
 from glowplug.core.plugin.options import QuantizationOptions
-from glowplug.kernels.cards import LIBRARIES as LIBRARY_CARDS, TILES
-from glowplug.kernels.triton import tuned
+from glowplug.kernels.launch import tuned_tables as tuned
+from glowplug.kernels.launch.cards import LIBRARIES as LIBRARY_CARDS, TILES
 from glowplug.plugins.quantization.awq import AwqOptions
 from glowplug.plugins.quantization.block_fp8 import LIBRARIES, BlockFp8Options
 from glowplug.plugins.quantization.w8a8_int8 import LIBRARIES as INT8_LIBRARIES, W8A8Int8Options

@@ -5,7 +5,7 @@ import importlib
 from typing import Any
 
 from glowplug.core.errors import GlowplugError
-from glowplug.kernels.cards import unfit_for_libraries
+from glowplug.kernels.launch.cards import unfit_for_libraries
 
 
 def library(option: str, wanted: str, module: str, names: tuple[str, ...], own: bool = False) -> Any:

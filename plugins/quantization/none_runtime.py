@@ -7,7 +7,7 @@ import torch
 
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import ExpertsMethod, ExpertsShape, LinearShape, Worker
-from glowplug.kernels.cards import tiles_run_on
+from glowplug.kernels.launch.cards import tiles_run_on
 from glowplug.plugins.quantization.dense import DenseExperts, DenseLinear
 from glowplug.plugins.quantization.dense_linear_cuda import CudaLinear
 

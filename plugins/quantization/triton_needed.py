@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from glowplug.core.errors import Refusal
 from glowplug.core.plugin.component import CheckContext, Package
 from glowplug.core.plugin.requirements import installation, unmet
-from glowplug.kernels.cards import LIBRARIES, TILES
+from glowplug.kernels.launch.cards import LIBRARIES, TILES
 
 TRITON = Package("triton", ">=3.5")
 

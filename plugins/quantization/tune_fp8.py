@@ -13,8 +13,10 @@ import torch
 
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.startup.layer_shapes import LayerShapes, Log, TuneTable
-from glowplug.kernels.triton import fp8_gemm, fp8_quant, fp8_tuning, tuned
-from glowplug.kernels.triton.moe_tuning import microseconds
+from glowplug.kernels.formats import fp8_triton as fp8_quant
+from glowplug.kernels.gemm import fp8 as fp8_gemm, tuning_fp8 as fp8_tuning
+from glowplug.kernels.launch import tuned_tables as tuned
+from glowplug.kernels.moe.tuning import microseconds
 from glowplug.plugins.quantization.fp8_gemm import BLOCK, PROVIDERS, Gemm, TritonGemm, provider_path
 from glowplug.plugins.quantization.tune_moe import rows_in
 

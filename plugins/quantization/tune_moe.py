@@ -7,8 +7,9 @@ from pathlib import Path
 
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.startup.layer_shapes import LayerShapes, Log, TuneTable
-from glowplug.kernels.triton import moe_tuning, tuned
-from glowplug.kernels.triton.moe_tiles import Problem
+from glowplug.kernels.launch import tuned_tables as tuned
+from glowplug.kernels.moe import tuning as moe_tuning
+from glowplug.kernels.moe.tiles import Problem
 
 
 class MoeTuner:

@@ -11,10 +11,10 @@ from glowplug.core.errors import GlowplugError
 from glowplug.core.facts.stored_formats import awq_group
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.startup.layer_shapes import LayerShapes, Log, TuneTable
-from glowplug.kernels import awq as layout
-from glowplug.kernels.triton import int8_quant, tuned
-from glowplug.kernels.triton.fp8_tuning import ROWS
-from glowplug.kernels.triton.moe_tuning import microseconds
+from glowplug.kernels.formats import awq as layout, int8_triton as int8_quant
+from glowplug.kernels.gemm.tuning_fp8 import ROWS
+from glowplug.kernels.launch import tuned_tables as tuned
+from glowplug.kernels.moe.tuning import microseconds
 from glowplug.plugins.quantization import awq, awq_cuda, gemm_order, w8a8_int8, w8a8_int8_cuda
 from glowplug.plugins.quantization.tune_fp8 import copies, note_provider, providers_in
 

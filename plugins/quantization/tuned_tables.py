@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from glowplug.core.plan.plan import Decision
 from glowplug.core.plugin.component import CheckContext
 from glowplug.core.plugin.hookspecs import hookimpl
-from glowplug.kernels.cards import TILES
-from glowplug.kernels.triton import tuned
+from glowplug.kernels.launch import tuned_tables as tuned
+from glowplug.kernels.launch.cards import TILES
 from glowplug.plugins.quantization import experts_order, gemm_order
 
 MADE_FOR = re.compile(r"device_name=(?P<card>[^,]+),.*triton=(?P<triton>[\d.]+)\.json")

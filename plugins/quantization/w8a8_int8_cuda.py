@@ -23,9 +23,10 @@ from glowplug.core.protocols import (
     WeightTarget,
     Worker,
 )
-from glowplug.kernels import int8
-from glowplug.kernels.triton import int8_gemm, int8_quant, moe_gemm_int8
-from glowplug.kernels.triton.moe_sum import moe_sum
+from glowplug.kernels.formats import int8, int8_triton as int8_quant
+from glowplug.kernels.gemm import int8 as int8_gemm
+from glowplug.kernels.moe.narrow import int8 as moe_gemm_int8
+from glowplug.kernels.moe.sum import moe_sum
 from glowplug.plugins.quantization.dense import Biased, expert_slices, linear_slices
 from glowplug.plugins.quantization.dense_cuda import shared_slices
 from glowplug.plugins.quantization.gemm_order import INT8, INT8_ROWS, ByShape, Table

@@ -25,8 +25,8 @@ from glowplug.core.protocols import (
     WeightTarget,
     Worker,
 )
-from glowplug.kernels import int8
-from glowplug.kernels.activation import silu_and_mul
+from glowplug.kernels.elementwise.activation_reference import silu_and_mul
+from glowplug.kernels.formats import int8
 from glowplug.plugins.quantization.dense import DenseExperts, DenseLinear, expert_slices, linear_slices
 from glowplug.plugins.quantization.left_alone import left_alone, listed
 

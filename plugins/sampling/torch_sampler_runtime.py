@@ -10,7 +10,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Limits, Sampled, Worker
 from glowplug.core.step.batch import Batch, LogprobTensors
 from glowplug.core.step.request import SamplingParams
-from glowplug.kernels import sampling as kernel
+from glowplug.kernels.sampling import reference as kernel
 from glowplug.plugins.sampling.row_state import (
     GREEDY_BELOW,
     PROMPT_BIT,

@@ -7,8 +7,8 @@ from glowplug.core.plugin.component import Component, Package
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import SamplerOffers
 from glowplug.core.plugin.options import SamplingOptions
-from glowplug.kernels.cards import TRITON
-from glowplug.kernels.chunks import LOGPROB_ROWS
+from glowplug.kernels.launch.cards import TRITON
+from glowplug.kernels.launch.chunks import LOGPROB_ROWS
 
 
 class TritonSamplerOptions(SamplingOptions):

@@ -8,8 +8,7 @@ from torch import Tensor
 from glowplug.core.protocols import Limits, Sampled
 from glowplug.core.step.batch import Batch, LogprobTensors
 from glowplug.core.step.request import MAX_LOGPROBS, SamplingParams
-from glowplug.kernels import sampling as reference
-from glowplug.kernels.triton import sampling as kernel, sampling_edits, sampling_scores
+from glowplug.kernels.sampling import edits as sampling_edits, kernels as kernel, logprobs as sampling_scores, reference
 from glowplug.plugins.sampling.row_state import (
     GREEDY_BELOW,
     PROMPT_BIT,

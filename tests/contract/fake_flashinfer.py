@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from glowplug.kernels.mha import partial_attention
+from glowplug.kernels.mha.reference import partial_attention
 
 TILE, PIECE, CLUSTERS, MOST = 6, 32, 5, 512  #: queries x heads, keys, programs, works of a plan
 LISTS = ("q_indptr", "kv_indptr", "partial_indptr", *("merge",) * 5, "q_len", "kv_len", "q_start", "kv_start", "kv_end",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glowplug.kernels.mha import partial_attention
+from glowplug.kernels.mha.reference import partial_attention
 
 FP8, PAGE, LATENT, KEY = torch.float8_e4m3fn, 64, 512, 576
 CALLS: list[dict[str, Any]] = []  #: what each call of ``flash_mla_with_kvcache`` was given

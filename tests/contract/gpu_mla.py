@@ -13,8 +13,9 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import AttentionBackend, RopeRows
 from glowplug.core.testing.harness.paged_world import Row, World, make_world, random_rows
 from glowplug.core.testing.suites.attention import MhaCase, MlaCase, MlaSuite
-from glowplug.kernels import fp8, rope
-from glowplug.kernels.norm import rms_norm_reference
+from glowplug.kernels.elementwise import rope_reference as rope
+from glowplug.kernels.elementwise.norm_reference import rms_norm_reference
+from glowplug.kernels.formats import fp8
 from tests.contract.gpu_slots import padded, refill
 
 EPS = 1e-6

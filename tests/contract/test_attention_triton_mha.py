@@ -8,7 +8,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Worker
 from glowplug.core.testing.harness.paged_world import Row, make_world
 from glowplug.core.testing.suites.attention import MhaSuite
-from glowplug.kernels import mha
+from glowplug.kernels.mha import reference as mha
 from glowplug.plugins.attention.triton_mha import TritonMhaOptions
 
 pytest.importorskip("triton")

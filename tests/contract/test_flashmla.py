@@ -12,7 +12,7 @@ from torch import Tensor
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import AttentionBackend, Worker
 from glowplug.core.testing.harness.paged_world import Row, World, make_world
-from glowplug.kernels import mla
+from glowplug.kernels.mla import reference as mla
 from glowplug.plugins.attention.flashmla import FlashMlaOptions
 from tests.contract import fake_sgl_kernel
 from tests.contract.fake_sgl_kernel import CALLS

@@ -8,7 +8,7 @@ import torch
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import AttentionBackend, Worker
 from glowplug.core.testing.harness.paged_world import Row, make_world
-from glowplug.kernels import mla
+from glowplug.kernels.mla import reference as mla
 from tests.contract.gpu_mla import GpuMlaSuite, drafting
 
 pytestmark = pytest.mark.gpu
@@ -118,7 +118,7 @@ class TestHopperByTriton(TestHopper):
     @pytest.mark.parametrize("width", [1, 2])
     def test_parts_joined_by_the_values_product(self, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
         """Its own kernels' way from decode to values, of rows that are cut into parts."""
-        from glowplug.kernels.triton import mla_values
+        from glowplug.kernels.mla import value_projection as mla_values
 
         calls, product = [], mla_values.project
         monkeypatch.setattr(mla_values, "project", lambda *given: [calls.append(1), product(*given)])

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from glowplug.core.protocols import Ops, SignallingRoute, Worker
-from glowplug.kernels import norm, rope, routing
+from glowplug.kernels.elementwise import norm_reference as norm, rope_reference as rope
+from glowplug.kernels.moe import route_reference as routing
 from glowplug.plugins.ops import torch_ops, triton_ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -9,7 +9,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import AttentionBackend, MlaLayer, Worker
 from glowplug.core.step.batch import Batch
-from glowplug.kernels import mha
+from glowplug.kernels.mha import reference as mha
 from glowplug.plugins.attention.paged_mla import PagedMla
 from tests.contract.gpu_mla import ProjectedSuite
 
@@ -73,7 +73,7 @@ class TestPagedMlaByHeads(TestPagedMla):
     page_sizes, max_width, nope, value = (7, 16), 2, 8, 8
 
     def make(self, plan: EnginePlan, worker: Worker) -> AttentionBackend:
-        mla_expand = pytest.importorskip("glowplug.kernels.triton.mla_expand")
+        mla_expand = pytest.importorskip("glowplug.kernels.mla.expand")
         backend = PlainMla(AttentionOptions(use="plain"), plan, worker)
         backend._most_keys, backend._expand = 40, mla_expand.expand
         return backend

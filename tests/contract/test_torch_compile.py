@@ -20,7 +20,8 @@ from torch._dynamo.utils import counters
 from glowplug.core.facts.machine import software
 from glowplug.core.facts.model_facts import HardwareFacts
 from glowplug.core.protocols import Ops, Worker
-from glowplug.kernels import activation, norm, routing
+from glowplug.kernels.elementwise import activation_reference as activation, norm_reference as norm
+from glowplug.kernels.moe import route_reference as routing
 from glowplug.plugins.ops import torch_compile
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not software(()).cxx, reason="needs a C++ compiler")]

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from glowplug import LLM
 from glowplug.core.protocols import Worker
-from glowplug.kernels.norm import rms_norm_reference
+from glowplug.kernels.elementwise.norm_reference import rms_norm_reference
 from glowplug.plugins.ops.torch_compile import TorchCompileOptions
 from tests.e2e.test_gpu_graphs import SIZES, engine, folder_of, lengths, prompts, runner_of, tokens
 

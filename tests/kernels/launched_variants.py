@@ -16,7 +16,10 @@ from triton.runtime.jit import JITFunction
 
 from glowplug.core.plan.plan import Sizes
 from glowplug.core.startup.warmup import counts_between
-from glowplug.kernels.triton import dependent, mla_decode, mla_values, moe_experts, moe_gemm_hopper, norm, route, tuned
+from glowplug.kernels.elementwise import norm
+from glowplug.kernels.launch import dependent_launch as dependent, tuned_tables as tuned
+from glowplug.kernels.mla import decode as mla_decode, value_projection as mla_values
+from glowplug.kernels.moe import experts as moe_experts, gemm_hopper as moe_gemm_hopper, route
 from glowplug.plugins.graphs.cuda_graph import default_sizes
 
 HIDDEN, EXPERTS, SHARED, TOPK, INTER, CONTEXT, PAGE = 2048, 64, 2, 6, 1408, 4096, 64

@@ -4,8 +4,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from glowplug.kernels import mha, mla
-from glowplug.kernels.merge import merge_states, merge_states_reference
+from glowplug.kernels.mha import reference as mha
+from glowplug.kernels.mla import reference as mla
+from glowplug.kernels.paged.merge_states_reference import merge_states, merge_states_reference
 
 
 def make(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from glowplug.kernels import awq
+from glowplug.kernels.formats import awq
 
 
 def published(numbers: Tensor) -> Tensor:

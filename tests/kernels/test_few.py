@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from glowplug.kernels import few, fp8
-from glowplug.kernels.activation import silu_and_mul
-from glowplug.kernels.mla import mla_reference
-from glowplug.kernels.norm import rms_norm
-from glowplug.kernels.routing import topk_sigmoid
+from glowplug.kernels.elementwise import cpu_small as few
+from glowplug.kernels.elementwise.activation_reference import silu_and_mul
+from glowplug.kernels.elementwise.norm_reference import rms_norm
+from glowplug.kernels.formats import fp8
+from glowplug.kernels.mla.reference import mla_reference
+from glowplug.kernels.moe.route_reference import topk_sigmoid
 
 WEIGHT = torch.rand(256, generator=torch.Generator().manual_seed(1)) + 0.5
 BIAS = torch.rand(256, generator=torch.Generator().manual_seed(2))

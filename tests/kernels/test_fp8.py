@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from glowplug.kernels import few, fp8
+from glowplug.kernels.elementwise import cpu_small as few
+from glowplug.kernels.formats import fp8
 
 SHAPES = [(1, 128), (1, 256), (3, 192), (5, 72), (40, 576), (2, 1)]
 

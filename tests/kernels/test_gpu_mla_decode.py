@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
-from glowplug.kernels.triton import mla_decode as kernel
+from glowplug.kernels.mla import decode as kernel
 from tests.kernels.test_triton_mla_decode import Case
 
 pytestmark = pytest.mark.gpu

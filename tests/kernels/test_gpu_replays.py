@@ -9,10 +9,12 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
-from glowplug.kernels import fp8, rope as rope_reference
-from glowplug.kernels.activation import silu_and_mul as silu_reference
-from glowplug.kernels.norm import rms_norm_reference
-from glowplug.kernels.triton import activation, fp8_gemm, fp8_quant, norm, rope, sampling, skinny_gemm
+from glowplug.kernels.elementwise import activation, norm, rope, rope_reference
+from glowplug.kernels.elementwise.activation_reference import silu_and_mul as silu_reference
+from glowplug.kernels.elementwise.norm_reference import rms_norm_reference
+from glowplug.kernels.formats import fp8, fp8_triton as fp8_quant
+from glowplug.kernels.gemm import few_rows as skinny_gemm, fp8 as fp8_gemm
+from glowplug.kernels.sampling import kernels as sampling
 from tests.kernels.replays import BF16, FP8_ERROR, Case, Results, check, distance, randn, several
 
 pytestmark = pytest.mark.gpu

@@ -11,9 +11,16 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
-from glowplug.kernels import mla
-from glowplug.kernels.triton import merge, mla_absorbed_fp8, mla_decode, mla_expand, mla_prologue, mla_values
-from glowplug.kernels.triton.mla_prefill import mla_prefill
+from glowplug.kernels.mla import (
+    absorbed_fp8 as mla_absorbed_fp8,
+    decode as mla_decode,
+    expand as mla_expand,
+    prologue as mla_prologue,
+    reference as mla,
+    value_projection as mla_values,
+)
+from glowplug.kernels.mla.prefill import mla_prefill
+from glowplug.kernels.paged import merge_states as merge
 from tests.kernels.replays import BF16, ERROR, FP8_ERROR, Case, Results, check, randn
 from tests.kernels.test_triton_mla_absorbed_fp8 import product, stored
 from tests.kernels.test_triton_mla_decode import Case as Paged

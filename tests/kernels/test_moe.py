@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from glowplug.kernels import moe
-from glowplug.kernels.activation import silu_and_mul
+from glowplug.kernels.elementwise.activation_reference import silu_and_mul
+from glowplug.kernels.moe import reference as moe
 
 
 def problem(tokens: int, experts: int, k: int, seed: int, skew: float = 0.0) -> tuple[Tensor, ...]:

@@ -9,8 +9,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from glowplug.kernels.triton import moe_experts, moe_tuning, tuned
-from glowplug.kernels.triton.moe_tiles import Problem, rule, tile
+from glowplug.kernels.launch import tuned_tables as tuned
+from glowplug.kernels.moe import experts as moe_experts, tuning as moe_tuning
+from glowplug.kernels.moe.tiles import Problem, rule, tile
 
 PROBLEM = Problem(66, 8, 2048, 1408, "bfloat16")
 

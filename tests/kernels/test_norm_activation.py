@@ -4,8 +4,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from glowplug.kernels.activation import silu_and_mul
-from glowplug.kernels.norm import add_rms_norm, rms_norm, rms_norm_reference
+from glowplug.kernels.elementwise.activation_reference import silu_and_mul
+from glowplug.kernels.elementwise.norm_reference import add_rms_norm, rms_norm, rms_norm_reference
 
 SHAPES = [(1, 1), (1, 256), (3, 7), (17, 576), (0, 64)]
 

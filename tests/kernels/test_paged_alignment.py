@@ -19,7 +19,9 @@ from tests.kernels.test_triton_mla_decode import Case as MlaCase
 SCRIPT = """
 import json, re
 from tests.compiled import build
-from glowplug.kernels.triton import mha_decode, mha_prefill, mla_decode
+from glowplug.kernels.mha import decode as mha_decode
+from glowplug.kernels.mha import prefill as mha_prefill
+from glowplug.kernels.mla import decode as mla_decode
 
 def widest(kernel, pointers, constants, stages):
     made = build(kernel, pointers, constants, num_warps=4, num_stages=stages)

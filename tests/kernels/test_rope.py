@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from glowplug.kernels import rope
+from glowplug.kernels.elementwise import rope_reference as rope
 
 SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 3.0},

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from glowplug.kernels import sampling
-from glowplug.kernels.chunks import LOGPROB_ROWS
+from glowplug.kernels.launch.chunks import LOGPROB_ROWS
+from glowplug.kernels.sampling import reference as sampling
 
 MASK = (1 << 64) - 1
 SIZES = (1, 2, 255, 256, 257, 1000, 5003)

@@ -16,9 +16,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
-from glowplug.kernels import awq  # noqa: E402
-from glowplug.kernels.activation import silu_and_mul  # noqa: E402
-from glowplug.kernels.triton import awq_gemm, moe_gemm_awq  # noqa: E402
+from glowplug.kernels.elementwise.activation_reference import silu_and_mul  # noqa: E402
+from glowplug.kernels.formats import awq  # noqa: E402
+from glowplug.kernels.gemm import int4_awq as awq_gemm  # noqa: E402
+from glowplug.kernels.moe.narrow import int4_awq as moe_gemm_awq  # noqa: E402
 
 DTYPES = [torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32]
 EXACT = 4e-3 if DEVICE == "cuda" else 1e-5  #: what rounding the result to 16 bits costs

@@ -12,8 +12,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
-from glowplug.kernels import fp8  # noqa: E402
-from glowplug.kernels.triton import fp8_gemm, tuned  # noqa: E402
+from glowplug.kernels.formats import fp8  # noqa: E402
+from glowplug.kernels.gemm import fp8 as fp8_gemm  # noqa: E402
+from glowplug.kernels.launch import tuned_tables as tuned  # noqa: E402
 
 SMALL = {"BLOCK_M": 16, "BLOCK_N": 64, "SPLIT_K": 1, "SWAP": True, "TMA": False, "num_warps": 4, "num_stages": 3}
 CONFIGS = [SMALL, {**SMALL, "SWAP": False}, {**SMALL, "SPLIT_K": 2}, {**SMALL, "SPLIT_K": 3, "SWAP": False},

@@ -15,10 +15,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
-from glowplug.kernels import fp8  # noqa: E402
-from glowplug.kernels.activation import silu_and_mul  # noqa: E402
-from glowplug.kernels.norm import rms_norm_reference  # noqa: E402
-from glowplug.kernels.triton import fp8_quant, norm  # noqa: E402
+from glowplug.kernels.elementwise import norm  # noqa: E402
+from glowplug.kernels.elementwise.activation_reference import silu_and_mul  # noqa: E402
+from glowplug.kernels.elementwise.norm_reference import rms_norm_reference  # noqa: E402
+from glowplug.kernels.formats import fp8, fp8_triton as fp8_quant  # noqa: E402
 
 SHAPES = [(1, 128), (3, 192), (5, 1536), (2, 7168), (6, 72)]
 AGREEING = 0.98 if DEVICE == "cuda" else 0.9  #: share of equal codes; float32 arithmetic may differ by a rounding

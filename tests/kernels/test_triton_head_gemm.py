@@ -10,15 +10,16 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from glowplug.kernels.triton import head_gemm, tuned
-from glowplug.kernels.triton.tuned import Config
+from glowplug.kernels.gemm import lm_head as head_gemm
+from glowplug.kernels.launch import tuned_tables as tuned
+from glowplug.kernels.launch.tuned_tables import Config
 from tests import uninterpreted
 from tests.tables import forget
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCRIPT = """
 from tests.compiled import build
-from glowplug.kernels.triton import head_gemm as tiles
+from glowplug.kernels.gemm import lm_head as tiles
 
 for tma, tokens in ((True, 32), (False, 128)):
     build(tiles.tiles_kernel, dict(x="*bf16", weight="tensordesc<bf16[64, 64]>" if tma else "*bf16", stored="*bf16",

@@ -15,10 +15,11 @@ if DEVICE == "cpu":
 
 from glowplug.core.layers.linear import both_formats  # noqa: E402
 from glowplug.core.protocols import Parts  # noqa: E402
-from glowplug.kernels import int8  # noqa: E402
-from glowplug.kernels.activation import silu_and_mul  # noqa: E402
-from glowplug.kernels.norm import rms_norm_reference  # noqa: E402
-from glowplug.kernels.triton import int8_gemm, int8_quant, moe_gemm_int8  # noqa: E402
+from glowplug.kernels.elementwise.activation_reference import silu_and_mul  # noqa: E402
+from glowplug.kernels.elementwise.norm_reference import rms_norm_reference  # noqa: E402
+from glowplug.kernels.formats import int8, int8_triton as int8_quant  # noqa: E402
+from glowplug.kernels.gemm import int8 as int8_gemm  # noqa: E402
+from glowplug.kernels.moe.narrow import int8 as moe_gemm_int8  # noqa: E402
 from glowplug.plugins.ops.triton_int8 import INT8, PRODUCERS  # noqa: E402
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32

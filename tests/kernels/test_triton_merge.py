@@ -6,8 +6,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from glowplug.kernels import merge
-from glowplug.kernels.triton import merge as triton_merge
+from glowplug.kernels.paged import merge_states as triton_merge, merge_states_reference as merge
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

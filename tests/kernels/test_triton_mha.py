@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from glowplug.kernels import mha
+from glowplug.kernels.mha import reference as mha
 from tests.kernels.shuffled_pages import shuffled_pages, slots_in_all
 
 pytest.importorskip("triton")
-from glowplug.kernels.triton import mha_decode as kernel
-from glowplug.kernels.triton.mha_prefill import mha_prefill
+from glowplug.kernels.mha import decode as kernel
+from glowplug.kernels.mha.prefill import mha_prefill
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

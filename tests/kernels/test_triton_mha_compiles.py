@@ -9,7 +9,9 @@ pytest.importorskip("triton")
 
 SCRIPT = """
 from tests.compiled import build
-from glowplug.kernels.triton import mha_decode, mha_prefill, mha_store
+from glowplug.kernels.mha import decode as mha_decode
+from glowplug.kernels.mha import prefill as mha_prefill
+from glowplug.kernels.mha import store as mha_store
 
 whole = ("q_token", "q_head", "k_token", "v_token")
 for x, cache, dim, rows, tree, page in (("*bf16", "*bf16", 128, 16, False, 64), ("*bf16", "*fp8e4nv", 96, 64, True, 16),

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from glowplug.kernels.triton.mha_store import mha_store
+from glowplug.kernels.mha.store import mha_store
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -7,9 +7,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from glowplug.kernels import fp8
-from glowplug.kernels.fp8 import Blocks
-from glowplug.kernels.triton import mla_absorbed_fp8 as kernel
+from glowplug.kernels.formats import fp8
+from glowplug.kernels.formats.fp8 import Blocks
+from glowplug.kernels.mla import absorbed_fp8 as kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

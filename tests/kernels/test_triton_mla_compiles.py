@@ -10,7 +10,11 @@ pytest.importorskip("triton")
 
 SCRIPT = """
 from tests.compiled import build
-from glowplug.kernels.triton import merge, mla_absorbed_fp8 as fp8, mla_expand, mla_prologue as kernels, mla_values
+from glowplug.kernels.paged import merge_states as merge
+from glowplug.kernels.mla import absorbed_fp8 as fp8
+from glowplug.kernels.mla import expand as mla_expand
+from glowplug.kernels.mla import prologue as kernels
+from glowplug.kernels.mla import value_projection as mla_values
 
 x = "*bf16"
 for cache in (x, "*fp8e4nv"):
@@ -44,7 +48,7 @@ build(merge._merge_into, dict(out="*fp32", lse="*fp32", part=x, part_lse="*fp32"
 RING = """
 import re
 from tests.compiled import build, gl, tile
-from glowplug.kernels.triton.mla_decode_hopper import mla_decode_hopper_kernel
+from glowplug.kernels.mla.decode_hopper import mla_decode_hopper_kernel
 
 for cache, ring in ((gl.bfloat16, 2), (gl.float8e4nv, 3)):
     for flat in (False, True):

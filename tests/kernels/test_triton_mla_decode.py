@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from glowplug.kernels import mla
+from glowplug.kernels.mla import reference as mla
 from glowplug.plugins.attention import measured
 from tests.kernels.shuffled_pages import shuffled_pages, slots_in_all
 
 pytest.importorskip("triton")
-from glowplug.kernels.triton import mla_decode as kernel, mla_prologue, mla_values
+from glowplug.kernels.mla import decode as kernel, prologue as mla_prologue, value_projection as mla_values
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

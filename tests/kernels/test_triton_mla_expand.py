@@ -7,8 +7,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from glowplug.kernels import mla
-from glowplug.kernels.triton import mla_expand
+from glowplug.kernels.mla import expand as mla_expand, reference as mla
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAN = float("nan")

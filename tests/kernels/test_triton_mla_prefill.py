@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from glowplug.kernels import mla
+from glowplug.kernels.mla import reference as mla
 
 pytest.importorskip("triton")
-from glowplug.kernels.triton.mla_prefill import mla_prefill
+from glowplug.kernels.mla.prefill import mla_prefill
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

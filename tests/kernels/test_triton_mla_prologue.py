@@ -7,9 +7,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from glowplug.kernels import mla, rope
-from glowplug.kernels.fp8 import dequantize_weight
-from glowplug.kernels.triton import mla_prologue
+from glowplug.kernels.elementwise import rope_reference as rope
+from glowplug.kernels.formats.fp8 import dequantize_weight
+from glowplug.kernels.mla import prologue as mla_prologue, reference as mla
 from tests.kernels.test_triton_mla_absorbed_fp8 import stored
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -7,11 +7,17 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from glowplug.kernels import moe
-from glowplug.kernels.activation import silu_and_mul
-from glowplug.kernels.triton import moe_experts, moe_gemm, moe_gemv, moe_tiles, tuned
-from glowplug.kernels.triton.moe_align import align
-from glowplug.kernels.triton.moe_tiles import tile
+from glowplug.kernels.elementwise.activation_reference import silu_and_mul
+from glowplug.kernels.launch import tuned_tables as tuned
+from glowplug.kernels.moe import (
+    experts as moe_experts,
+    gemm as moe_gemm,
+    gemv as moe_gemv,
+    reference as moe,
+    tiles as moe_tiles,
+)
+from glowplug.kernels.moe.align import align
+from glowplug.kernels.moe.tiles import tile
 from tests.tables import forget
 
 GPU = torch.cuda.is_available()

@@ -8,8 +8,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from glowplug.kernels.triton import moe_align
-from glowplug.kernels.triton.moe_sum import moe_sum
+from glowplug.kernels.moe import align as moe_align
+from glowplug.kernels.moe.sum import moe_sum
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -11,18 +11,20 @@ from tests import uninterpreted
 pytest.importorskip("triton")
 
 from glowplug.core.plugin.byte_costs import ExpertsStep
-from glowplug.kernels.triton import moe_tiles, moe_tuning, tuned
-from glowplug.kernels.triton.moe_align import max_blocks
-from glowplug.kernels.triton.moe_tiles import Problem
+from glowplug.kernels.launch import tuned_tables as tuned
+from glowplug.kernels.moe import tiles as moe_tiles, tuning as moe_tuning
+from glowplug.kernels.moe.align import max_blocks
+from glowplug.kernels.moe.tiles import Problem
 from glowplug.plugins.quantization.experts_bytes import dense_experts
 from tests.tables import forget
 
 PROBLEM = Problem(66, 8, 2048, 1408, "bfloat16")
 SCRIPT = """
 from tests.compiled import build
-from glowplug.kernels.triton import moe_gemm, tuned
-from glowplug.kernels.triton.moe_experts import MOST_EARLY
-from glowplug.kernels.triton.moe_tiles import Problem, chosen
+from glowplug.kernels.moe import gemm as moe_gemm
+from glowplug.kernels.launch import tuned_tables as tuned
+from glowplug.kernels.moe.experts import MOST_EARLY
+from glowplug.kernels.moe.tiles import Problem, chosen
 
 tuned.device_name, tuned.triton_version = (lambda: "NVIDIA_H200"), (lambda: "3.6")
 problem = Problem(66, 8, 2048, 1408, "bfloat16")

@@ -7,10 +7,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from glowplug.kernels.triton import moe_experts
-from glowplug.kernels.triton.moe_gemm import Early
-from glowplug.kernels.triton.moe_tiles import tile
-from glowplug.kernels.triton.route import route
+from glowplug.kernels.moe import experts as moe_experts
+from glowplug.kernels.moe.gemm import Early
+from glowplug.kernels.moe.route import route
+from glowplug.kernels.moe.tiles import tile
 
 GPU = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float32)

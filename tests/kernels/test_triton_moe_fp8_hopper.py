@@ -7,17 +7,17 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from glowplug.kernels import fp8
-from glowplug.kernels.triton import fp8_quant, moe_fp8_tiles, moe_gemm_fp8_hopper as hopper
-from glowplug.kernels.triton.moe_align import align
-from glowplug.kernels.triton.moe_sort import gather_rows
+from glowplug.kernels.formats import fp8, fp8_triton as fp8_quant
+from glowplug.kernels.moe.align import align
+from glowplug.kernels.moe.fp8 import gemm_hopper as hopper, tiles as moe_fp8_tiles
+from glowplug.kernels.moe.sort import gather_rows
 from tests import uninterpreted
 from tests.kernels.test_triton_moe_gemm_fp8 import DTYPE, Case
 
 CLOSE = 3e-3  #: of results in bfloat16
 SCRIPT = """
 from tests.compiled import build, tile
-from glowplug.kernels.triton import moe_gemm_fp8_hopper as hopper
+from glowplug.kernels.moe.fp8 import gemm_hopper as hopper
 from triton.experimental.gluon import language as gl
 
 tiles = tile(hopper.UNIT, hopper.DEPTH, gl.float8e4nv)

@@ -13,9 +13,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
-from glowplug.kernels import fp8  # noqa: E402
-from glowplug.kernels.activation import silu_and_mul  # noqa: E402
-from glowplug.kernels.triton import fp8_quant, moe_fp8_tiles, moe_gemm_fp8, tuned  # noqa: E402
+from glowplug.kernels.elementwise.activation_reference import silu_and_mul  # noqa: E402
+from glowplug.kernels.formats import fp8, fp8_triton as fp8_quant  # noqa: E402
+from glowplug.kernels.launch import tuned_tables as tuned  # noqa: E402
+from glowplug.kernels.moe.fp8 import gemm as moe_gemm_fp8, tiles as moe_fp8_tiles  # noqa: E402
 
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 #: inner activations beside a rounding boundary may fall either way; the interpreter casts some of them wrongly

@@ -7,15 +7,14 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from glowplug.kernels import moe
-from glowplug.kernels.activation import silu_and_mul
-from glowplug.kernels.triton import moe_experts, moe_shared
+from glowplug.kernels.elementwise.activation_reference import silu_and_mul
+from glowplug.kernels.moe import experts as moe_experts, fused_shared as moe_shared, reference as moe
 from tests import uninterpreted
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCRIPT = """
 from tests.compiled import build, tile
-from glowplug.kernels.triton import moe_gemm_hopper as hopper
+from glowplug.kernels.moe import gemm_hopper as hopper
 
 kinds = dict(x="*bf16", out="*bf16", x_at=tile(64, hopper.DEPTH), w_at=tile(hopper.COLUMNS // 2, hopper.DEPTH),
              **dict.fromkeys(("sorted_pairs", "expert_of_block", "num_padded"), "*i32"))

@@ -12,15 +12,15 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
-from glowplug.kernels import fp8  # noqa: E402
-from glowplug.kernels.activation import silu_and_mul  # noqa: E402
-from glowplug.kernels.triton import fp8_quant, moe_places  # noqa: E402
+from glowplug.kernels.elementwise.activation_reference import silu_and_mul  # noqa: E402
+from glowplug.kernels.formats import fp8, fp8_triton as fp8_quant  # noqa: E402
+from glowplug.kernels.moe.fp8 import library_layouts as moe_places  # noqa: E402
 from tests import uninterpreted  # noqa: E402
 
 EXPERTS, WIDTH = 5, 3
 SCRIPT = """
 from tests.compiled import build
-from glowplug.kernels.triton import moe_places
+from glowplug.kernels.moe.fp8 import library_layouts as moe_places
 
 kinds = dict(x="*fp8e4nv", x_scales="*fp32", values="*fp8e4nv", scales="*fp32", strides="*i64",
              **dict.fromkeys(("ids", "place", "counts", "sizes"), "*i32"))

@@ -11,9 +11,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
-from glowplug.kernels.triton import fp8_quant  # noqa: E402
-from glowplug.kernels.triton.moe_align import align  # noqa: E402
-from glowplug.kernels.triton.moe_sort import gather_rows, sum_placed  # noqa: E402
+from glowplug.kernels.formats import fp8_triton as fp8_quant  # noqa: E402
+from glowplug.kernels.moe.align import align  # noqa: E402
+from glowplug.kernels.moe.sort import gather_rows, sum_placed  # noqa: E402
 
 
 @pytest.mark.parametrize("tokens, size", [(1, 128), (7, 320), (40, 256)])

@@ -9,7 +9,10 @@ pytest.importorskip("triton")
 
 SCRIPT = """
 from tests.compiled import build
-from glowplug.kernels.triton import fp8_quant, moe_gated_parts, moe_gemm_fp8, route
+from glowplug.kernels.formats import fp8_triton as fp8_quant
+from glowplug.kernels.moe.fp8 import gated_splits as moe_gated_parts
+from glowplug.kernels.moe.fp8 import gemm as moe_gemm_fp8
+from glowplug.kernels.moe import route
 
 x, fp8, fp32, ints = "*bf16", "*fp8e4nv", "*fp32", "*i32"
 of_experts = dict(x=fp8, x_scales=fp32, weight=fp8, stored=fp8, w_scales=fp32, values=fp8, scales=fp32, out=x,

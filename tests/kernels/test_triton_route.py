@@ -8,9 +8,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from glowplug.kernels import routing
-from glowplug.kernels.triton import route as triton_route
-from glowplug.kernels.triton.route import route
+from glowplug.kernels.moe import route as triton_route, route_reference as routing
+from glowplug.kernels.moe.route import route
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

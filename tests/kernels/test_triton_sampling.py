@@ -7,8 +7,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from glowplug.kernels import sampling as reference
-from glowplug.kernels.triton import sampling as kernel, sampling_edits, sampling_scores
+from glowplug.kernels.sampling import edits as sampling_edits, kernels as kernel, logprobs as sampling_scores, reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COLDEST = 1e-5

@@ -7,7 +7,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from glowplug.kernels.triton.skinny_gemm import MOST, Tile, multiply, rule
+from glowplug.kernels.gemm.few_rows import MOST, Tile, multiply, rule
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VECTOR, MATRIX = Tile(4, 0, 1, 4), Tile(16, 4, 8, 4)

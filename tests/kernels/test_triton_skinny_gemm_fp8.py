@@ -10,8 +10,9 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from glowplug.kernels import fp8
-from glowplug.kernels.triton import fp8_gemm, fp8_tuning, skinny_gemm_fp8, tuned
+from glowplug.kernels.formats import fp8
+from glowplug.kernels.gemm import few_rows_fp8 as skinny_gemm_fp8, fp8 as fp8_gemm, tuning_fp8 as fp8_tuning
+from glowplug.kernels.launch import tuned_tables as tuned
 from tests.kernels.test_triton_fp8_gemm import DTYPE, close, operands
 
 TILED = {"BLOCK_M": 16, "BLOCK_N": 64, "SPLIT_K": 1, "SWAP": True, "TMA": False, "num_warps": 4, "num_stages": 3}

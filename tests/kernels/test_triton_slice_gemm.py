@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 SCRIPT = """
 from tests.compiled import build, tile
-from glowplug.kernels.triton import slice_gemm
+from glowplug.kernels.gemm import split_depth as slice_gemm
 
 for tokens in (32, 64):
     build(slice_gemm.slice_kernel, dict(out="*fp32", x_at=tile(tokens, 64), w_at=tile(slice_gemm.ROWS, 64)),
@@ -29,7 +29,8 @@ def test_they_compile_for_hopper() -> None:
 def test_parts_add_up(tokens: int, size: int, depth: int) -> None:
     """The norm behind it gives what it gives of the whole product; other inputs in the same graph."""
     from glowplug.core.protocols import Parts
-    from glowplug.kernels.triton import norm, slice_gemm
+    from glowplug.kernels.elementwise import norm
+    from glowplug.kernels.gemm import split_depth as slice_gemm
     from glowplug.plugins.quantization.dense_linear_cuda import _parts
 
     generator = torch.Generator("cuda").manual_seed(tokens)
@@ -61,7 +62,7 @@ def test_parts_add_up(tokens: int, size: int, depth: int) -> None:
 
 @pytest.mark.gpu
 def test_what_it_is_for() -> None:
-    from glowplug.kernels.triton import slice_gemm
+    from glowplug.kernels.gemm import split_depth as slice_gemm
 
     device = torch.device("cuda", 0)
     for tokens, size, depth, fits in ((32, 2048, 2048, True), (64, 2048, 2048, True), (16, 2048, 2048, False),

@@ -7,11 +7,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from glowplug.kernels.norm import rms_norm_reference
-from glowplug.kernels.rope import rotate_reference
-from glowplug.kernels.sums import add_pairs
-from glowplug.kernels.triton import activation, norm, rope
-from glowplug.kernels.triton.moe_sum import moe_sum
+from glowplug.kernels.elementwise import activation, norm, rope
+from glowplug.kernels.elementwise.norm_reference import rms_norm_reference
+from glowplug.kernels.elementwise.rope_reference import rotate_reference
+from glowplug.kernels.launch.sums import add_pairs
+from glowplug.kernels.moe.sum import moe_sum
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(1, 1), (1, 256), (3, 7), (17, 576), (2, 1025), (0, 64)]

@@ -18,9 +18,8 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
 from glowplug.core.protocols import ExpertsShape, LinearShape, Quantized  # noqa: E402
-from glowplug.kernels import fp8  # noqa: E402
-from glowplug.kernels.activation import silu_and_mul  # noqa: E402
-from glowplug.kernels.triton import fp8_quant  # noqa: E402
+from glowplug.kernels.elementwise.activation_reference import silu_and_mul  # noqa: E402
+from glowplug.kernels.formats import fp8, fp8_triton as fp8_quant  # noqa: E402
 from glowplug.plugins.quantization import fp8_gemm  # noqa: E402
 from glowplug.plugins.quantization.block_fp8 import HALVES  # noqa: E402
 from glowplug.plugins.quantization.block_fp8_cuda import Fp8ExpertsCuda, Fp8LinearCuda, grouped  # noqa: E402

@@ -17,7 +17,7 @@ from glowplug.core.facts.model_folder import model_facts, normalise
 from glowplug.core.layers.moe import Moe, MoeSizes
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.testing.harness.build import build_context
-from glowplug.kernels.triton.route import route
+from glowplug.kernels.moe.route import route
 from glowplug.plugins.quantization import dense_cuda
 from tests.tiny import CONFIGS
 

@@ -19,8 +19,7 @@ if DEVICE == "cpu":
 
 from glowplug.core.errors import GlowplugError  # noqa: E402
 from glowplug.core.testing.harness.plans import bare_plan  # noqa: E402
-from glowplug.kernels import fp8  # noqa: E402
-from glowplug.kernels.triton import fp8_quant  # noqa: E402
+from glowplug.kernels.formats import fp8, fp8_triton as fp8_quant  # noqa: E402
 from glowplug.plugins.quantization import fp8_masked  # noqa: E402
 from glowplug.plugins.quantization.block_fp8 import BlockFp8Options  # noqa: E402
 from glowplug.plugins.quantization.block_fp8_cuda import BlockFp8Cuda, grouped  # noqa: E402

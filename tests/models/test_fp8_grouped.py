@@ -17,9 +17,8 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
 from glowplug.core.errors import GlowplugError  # noqa: E402
-from glowplug.kernels import fp8  # noqa: E402
-from glowplug.kernels.activation import silu_and_mul  # noqa: E402
-from glowplug.kernels.triton import fp8_quant  # noqa: E402
+from glowplug.kernels.elementwise.activation_reference import silu_and_mul  # noqa: E402
+from glowplug.kernels.formats import fp8, fp8_triton as fp8_quant  # noqa: E402
 from glowplug.plugins.quantization import fp8_grouped, libraries  # noqa: E402
 from glowplug.plugins.quantization.fp8_grouped import Grouped  # noqa: E402
 

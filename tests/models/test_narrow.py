@@ -16,7 +16,7 @@ from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.protocols import LinearShape, Worker
 from glowplug.core.testing.harness.build import DictSource, Stepper, build_model, make, plan_for
 from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan, submit
-from glowplug.kernels import int8
+from glowplug.kernels.formats import int8
 from tests.narrow import (
     AWQ,
     COMPRESSED,

@@ -20,9 +20,8 @@ if DEVICE == "cpu":
 from glowplug.core.plan.plan import EnginePlan  # noqa: E402
 from glowplug.core.protocols import ExpertsShape, LinearShape, Quantized, Worker  # noqa: E402
 from glowplug.core.testing.harness.build import plan_for  # noqa: E402
-from glowplug.kernels import int8  # noqa: E402
-from glowplug.kernels.activation import silu_and_mul  # noqa: E402
-from glowplug.kernels.triton import int8_quant  # noqa: E402
+from glowplug.kernels.elementwise.activation_reference import silu_and_mul  # noqa: E402
+from glowplug.kernels.formats import int8, int8_triton as int8_quant  # noqa: E402
 from glowplug.plugins.quantization.awq import AwqOptions  # noqa: E402
 from glowplug.plugins.quantization.awq_cuda import AwqCuda  # noqa: E402
 from glowplug.plugins.quantization.w8a8_int8 import W8A8Int8Options  # noqa: E402

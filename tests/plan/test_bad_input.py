@@ -18,7 +18,7 @@ from glowplug.core.plan.plan import Decision, EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.testing.harness.fakes import write_model
-from glowplug.kernels.triton import tuned
+from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.plugins.quantization import gemm_order, tuned_tables
 from tests.narrow import AWQ
 from tests.tables import forget

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from glowplug.core.errors import GlowplugError
-from glowplug.kernels import cards
+from glowplug.kernels.launch import cards
 
 
 @pytest.fixture

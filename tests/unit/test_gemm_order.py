@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from glowplug.kernels.triton import tuned
+from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.plugins.quantization import awq_cuda, gemm_order, libraries, w8a8_int8_cuda
 from glowplug.plugins.quantization.gemm_order import AWQ, AWQ_ROWS, INT8, INT8_ROWS, ByShape
 

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from glowplug.kernels.triton import fp8_quant, moe_align
+from glowplug.kernels.formats import fp8_triton as fp8_quant
+from glowplug.kernels.moe import align as moe_align
 from tests import gates, gpu_combinations, gpu_logits, gpu_sanitize
 from tests.tiny import write_config
 
@@ -21,7 +22,7 @@ LOG = """
 =========     at _norm+0x120
 ..                                                                       [100%]
 2 passed, 1 failed in 3.21s
-launched kernels: norm._norm rope._rope
+launched kernels: elementwise.norm._norm elementwise.rope._rope
 left out, no time: test_a[1] test_b
 ========= ERROR SUMMARY: 3 errors
 ========= ERROR SUMMARY: 1 errors were not printed. Use --print-limit option to adjust the number of printed errors
@@ -30,15 +31,15 @@ left out, no time: test_a[1] test_b
 
 def test_every_kernel_is_known_to_the_sanitizer() -> None:
     kernels = gpu_sanitize.launchable()
-    assert {"norm._norm", "mla_prologue._prologue", "moe_align._place"} <= set(kernels)
-    assert not {"dependent.wait", "mla_absorbed_fp8.scaled_product", "mla_prologue._turn"} & set(kernels)
+    assert {"elementwise.norm._norm", "mla.prologue._prologue", "moe.align._place"} <= set(kernels)
+    assert not {"launch.dependent_launch.wait", "mla.absorbed_fp8.scaled_product", "mla.prologue._turn"} & set(kernels)
 
 
 def test_what_the_sanitizer_said_is_read() -> None:
     found = gpu_sanitize.read("test_x.py", "memcheck", LOG, 4.0)
     assert (found.errors, found.passed, found.failed) == (3, 2, 1) and not found.clean
     assert gpu_sanitize.complaints(LOG) == ["Invalid __global__ read of size 4 bytes", "at _norm+0x120"]
-    assert found.kernels == ("norm._norm", "rope._rope") and found.left_out == ("test_a[1]", "test_b")
+    assert found.kernels == ("elementwise.norm._norm", "elementwise.rope._rope") and found.left_out == ("test_a[1]", "test_b")
     right = LOG.partition("========= ERROR")[0].replace("1 failed", "") + "========= ERROR SUMMARY: 0 errors\n"
     clean = gpu_sanitize.read("test_y.py", "memcheck", right, 1.0)
     assert clean.clean and not gpu_sanitize.read("test_z.py", "initcheck", "killed", 1.0).clean
@@ -47,7 +48,7 @@ def test_what_the_sanitizer_said_is_read() -> None:
     assert not cut["clean"] and cut["not_run"] == ["memcheck test_y.py, captured"]
     report = gpu_sanitize.report([clean], 1.0, asked[:1])
     assert report["clean"] and report["complete"] and report["tools"]["memcheck"]["tests"] == 2
-    assert "norm._norm" in report["kernels"] and "route._route" in report["kernels_not_launched"]
+    assert "elementwise.norm._norm" in report["kernels"] and "moe.route._route" in report["kernels_not_launched"]
 
 
 LIBRARIES = """
@@ -113,8 +114,8 @@ def test_every_function_has_a_turn_before_one_has_two() -> None:
 def test_tensors_that_are_filled_under_initcheck() -> None:
     """Those of the makers in the list, which exist, and no other; in a kernels' test torch fills all."""
     for maker in gpu_sanitize.PADDED:
-        module, _, name = maker.partition(".")
-        assert callable(getattr(importlib.import_module(f"glowplug.kernels.triton.{module}"), name))
+        module, _, name = maker.rpartition(".")
+        assert callable(getattr(importlib.import_module(f"glowplug.kernels.{module}"), name))
     empty, given = torch.empty, []
     modes = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)

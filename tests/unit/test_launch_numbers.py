@@ -9,7 +9,7 @@ from tests.source_tree import ROOT
 
 triton = pytest.importorskip("triton")
 
-from glowplug.kernels.triton.launch import cdiv, next_power_of_2  # noqa: E402
+from glowplug.kernels.launch.integers import cdiv, next_power_of_2  # noqa: E402
 
 NUMBERS = [*range(1, 300), 4095, 4096, 4097, 129280, (1 << 31) - 1, 1 << 31]
 

@@ -189,7 +189,7 @@ def test_producers_ask_their_readers() -> None:
 
 def test_a_mixture_rounds_its_input_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The routed and the shared expert read one rounded tensor."""
-    from glowplug.kernels import few
+    from glowplug.kernels.elementwise import cpu_small as few
 
     facts = facts_of("v3_fp8")
     model, context = build_model(facts, random_tensors(facts, "block_fp8"),

@@ -139,8 +139,8 @@ def test_a_fact_sheet_is_not_measured_on(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_the_experts_tables_are_where_the_kernels_look(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("triton")
-    from glowplug.kernels.triton import tuned
-    from glowplug.kernels.triton.moe_experts import Problem
+    from glowplug.kernels.launch import tuned_tables as tuned
+    from glowplug.kernels.moe.experts import Problem
 
     assert main(["tune", "moe", "--model", "v2lite", "--device", "cpu", "--list", "--dtype", "bfloat16"]) == 0
     shown = capsys.readouterr().out

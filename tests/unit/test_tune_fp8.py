@@ -15,7 +15,9 @@ from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.protocols import ExpertsShape, LinearShape
 from glowplug.core.startup.layer_shapes import LayerShapes, TuneTable
 from glowplug.core.testing.harness.plans import bare_plan
-from glowplug.kernels.triton import fp8_tuning, moe_tuning, tuned
+from glowplug.kernels.gemm import tuning_fp8 as fp8_tuning
+from glowplug.kernels.launch import tuned_tables as tuned
+from glowplug.kernels.moe import tuning as moe_tuning
 from glowplug.plugins.quantization import tune_fp8, tune_moe
 
 ROWS = (8, 128)

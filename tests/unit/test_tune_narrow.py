@@ -18,8 +18,8 @@ if DEVICE == "cpu":
 from glowplug.core.protocols import LinearShape  # noqa: E402
 from glowplug.core.startup.layer_shapes import LayerShapes  # noqa: E402
 from glowplug.core.testing.harness.build import plan_for  # noqa: E402
-from glowplug.kernels import awq as layout  # noqa: E402
-from glowplug.kernels.triton import tuned  # noqa: E402
+from glowplug.kernels.formats import awq as layout  # noqa: E402
+from glowplug.kernels.launch import tuned_tables as tuned  # noqa: E402
 from glowplug.plugins.quantization import gemm_order, tune_narrow  # noqa: E402
 from glowplug.plugins.quantization.tune_narrow import AwqGemmTuner, Int8GemmTuner, NarrowTuner  # noqa: E402
 from tests.narrow import AWQ, tiny_facts  # noqa: E402

@@ -1,0 +1,36 @@
+"""Gated activations."""
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch.integers import cdiv
+from glowplug.kernels.launch.rows import rows_of
+
+BLOCK = 1024  #: elements a program
+
+
+@triton.jit
+def _silu_and_mul(x, out, x_stride, size, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    dependent.begin(DEPENDENT)
+    dependent.wait(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    gate = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * x_stride + size + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * size + at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """x [..., 2I], gate then up -> silu(gate) * up [..., I], rounded once to x's dtype."""
+    flat = rows_of(x)
+    rows, size = flat.shape[0], x.shape[-1] // 2
+    out = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
+    if rows:
+        _silu_and_mul[(rows, cdiv(size, BLOCK))](flat, out, flat.stride(0), size, BLOCK=BLOCK,
+                                                 **dependent.options())
+    return out

@@ -1,0 +1,129 @@
+"""Activations to E4M3 with one float32 scale a token and 128 channels, alone and behind the gated activation (``norm``
+does it behind a norm).
+
+Every function returns (values E4M3 [T, N], scales float32 [T, ceil(N / 128)]). Scales lie channel group after channel
+group with tokens side by side, a group's tokens filled up to a multiple of four: the layout that TMA loads want. The
+last group of a token may be ragged.
+"""
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch.integers import cdiv, next_power_of_2
+from glowplug.kernels.launch.rows import rows_of
+
+GROUP = 128
+CHUNK = 8  #: groups a program quantises where a token's groups do not depend on each other,
+CHUNK_OF_MANY = 16  #: and where programs are many
+MANY = 1024  #: tokens
+ROWS = 2  #: rows a program activates where some only fill tiles up
+
+
+@triton.jit
+def quantize_rows(x):
+    """float32 x [R, 128] -> E4M3 [R, 128] and float32 scales [R], the largest value of a row becoming 448."""
+    scale = tl.maximum(tl.max(tl.abs(x), 1), 1e-10) / 448.0
+    return (x / scale[:, None]).to(tl.float8e4nv), scale
+
+
+@triton.jit
+def store_quantized(x, values, scales, row, group, column, size, scale_stride):
+    """Groups x float32 [G, 128] of a token, at ``column`` [G, 128] of its row."""
+    stored, scale = quantize_rows(x)
+    tl.store(values + row * size + column, stored, mask=column < size)
+    tl.store(scales + group * scale_stride + row, scale, mask=group * 128 < size)
+
+
+@triton.jit(do_not_specialize=["scale_stride"])
+def _quantize(x, values, scales, x_stride, size, scale_stride, GROUPS: tl.constexpr, DEPENDENT: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    dependent.begin(DEPENDENT)
+    dependent.wait(DEPENDENT)
+    value = tl.load(x + row * x_stride + column, mask=column < size, other=0.0).to(tl.float32)
+    store_quantized(value, values, scales, row, group, column, size, scale_stride)
+
+
+@triton.jit(do_not_specialize=["scale_stride"])
+def _silu_and_mul(x, values, scales, x_stride, size, scale_stride, GROUPS: tl.constexpr, DEPENDENT: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = column < size
+    dependent.begin(DEPENDENT)
+    dependent.wait(DEPENDENT)
+    gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * x_stride + size + column, mask=inside, other=0.0).to(tl.float32)
+    store_quantized(gate / (1.0 + tl.exp(-gate)) * up, values, scales, row, group, column, size, scale_stride)
+
+
+@triton.jit(do_not_specialize=["total_pairs", "scale_stride"])
+def _silu_and_mul_pairs(x, pairs, filled, values, scales, total_pairs, x_stride, size, scale_stride, ROWS: tl.constexpr,
+                        GROUPS: tl.constexpr, DEPENDENT: tl.constexpr):
+    """ROWS rows a program, of which those without a pair are neither read nor written."""
+    at = tl.arange(0, ROWS * GROUPS)
+    row, group = tl.program_id(0) * ROWS + at // GROUPS, tl.program_id(1) * GROUPS + at % GROUPS
+    column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    dependent.begin(DEPENDENT)
+    dependent.wait(DEPENDENT)
+    if tl.program_id(0) * ROWS >= tl.load(filled):
+        return
+    real = tl.load(pairs + row) < total_pairs
+    inside, line = real[:, None] & (column < size), row.to(tl.int64)[:, None]
+    gate = tl.load(x + line * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + line * x_stride + size + column, mask=inside, other=0.0).to(tl.float32)
+    stored, scale = quantize_rows(gate / (1.0 + tl.exp(-gate)) * up)
+    tl.store(values + line * size + column, stored, mask=inside)
+    tl.store(scales + group.to(tl.int64) * scale_stride + row, scale, mask=real & (group * 128 < size))
+
+
+def empty_quantized(rows: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Values [rows, size] and scales [rows, ceil(size / 128)] in the module's layout, neither filled.
+
+    Both lie in memory for a multiple of four rows, which some products read.
+    """
+    held = -(-rows // 4) * 4
+    scales = torch.empty(-(-size // GROUP), held, dtype=torch.float32, device=device)
+    return torch.empty(held, size, dtype=torch.float8_e4m3fn, device=device)[:rows], scales.t()[:rows]
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, N]; rows may be strided."""
+    x = rows_of(x)
+    rows, size = x.shape
+    values, scales = empty_quantized(rows, size, x.device)
+    if rows:
+        groups = CHUNK if rows < MANY else CHUNK_OF_MANY
+        _quantize[(rows, cdiv(scales.shape[1], groups))](
+            x, values, scales, x.stride(0), size, scales.stride(1), GROUPS=groups, num_warps=4, **dependent.options())
+    return values, scales
+
+
+def silu_and_mul(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, 2N], gate then up -> silu(gate) * up, quantised from float32."""
+    x = rows_of(x)
+    rows, size = x.shape[0], x.shape[1] // 2
+    values, scales = empty_quantized(rows, size, x.device)
+    if rows:
+        groups = CHUNK if rows < MANY else CHUNK_OF_MANY
+        _silu_and_mul[(rows, cdiv(scales.shape[1], groups))](
+            x, values, scales, x.stride(0), size, scales.stride(1), GROUPS=groups, num_warps=4, **dependent.options())
+    return values, scales
+
+
+def silu_and_mul_pairs(x: Tensor, pairs: Tensor, filled: Tensor, total_pairs: int) -> tuple[Tensor, Tensor]:
+    """The same of rows in order of experts, x [R, 2N] with R even: of the first ``filled`` int32 [1] (even, too) those
+    whose ``pairs`` int32 [R] are below ``total_pairs``. The others, which fill tiles up, are not written."""
+    x = rows_of(x)
+    rows, size = x.shape[0], x.shape[1] // 2
+    values, scales = empty_quantized(rows, size, x.device)
+    groups = min(CHUNK_OF_MANY, next_power_of_2(scales.shape[1]))
+    _silu_and_mul_pairs[(rows // ROWS, cdiv(scales.shape[1], groups))](
+        x, pairs, filled, values, scales, total_pairs, x.stride(0), size, scales.stride(1), ROWS=ROWS, GROUPS=groups,
+        num_warps=4, **dependent.options())
+    return values, scales

@@ -1,0 +1,144 @@
+"""Int8 product: y = x W^T with x int8 and a scale a token, W int8 [N, K] and a scale a row.
+
+Sums are int32, exact, and scaled once. Few rows are multiplied as (W x^T)^T (``SWAP``): the weight then fills the rows
+of a warpgroup product and the tokens its narrow side.
+"""
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from glowplug.kernels.gemm.split_k import splits_for
+from glowplug.kernels.launch import dependent_launch as dependent, tuned_tables as tuned
+from glowplug.kernels.launch.cuda_arch import MULTIPROCESSORS
+from glowplug.kernels.launch.integers import cdiv, next_power_of_2
+from glowplug.kernels.launch.tuned_tables import Config
+
+DTYPE = "int8_w8a8"
+
+
+@triton.jit
+def load_tile(at, first, depth, EVEN: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Columns ``first`` to ``first + BLOCK_K`` of the rows that ``at`` points to; zeros behind ``depth``."""
+    if EVEN:
+        tile = tl.load(at + first)
+    else:
+        tile = tl.load(at + first, mask=(first + tl.arange(0, BLOCK_K) < depth)[None, :], other=0)
+    return tile
+
+
+@triton.jit
+def times(x, w, total, SWAP: tl.constexpr):
+    if SWAP:
+        total = tl.dot(w, tl.trans(x), total, out_dtype=tl.int32)
+    else:
+        total = tl.dot(x, tl.trans(w), total, out_dtype=tl.int32)
+    return total
+
+
+@triton.jit
+def zeros_of(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr):
+    if SWAP:
+        total = tl.zeros((BLOCK_N, BLOCK_M), tl.int32)
+    else:
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
+    return total
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gemm(x, x_scales, weight, w_scales, bias, out, rows, columns, depth, x_stride,
+          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr, EVEN: tl.constexpr,
+          BIAS: tl.constexpr, SPLIT: tl.constexpr, DEPENDENT: tl.constexpr):
+    """The second grid dimension splits the depth; ``SPLIT`` parts are stored as they are, int32 [parts, M, N]."""
+    dependent.begin(DEPENDENT)
+    tiles_m = tl.cdiv(rows, BLOCK_M)
+    tile = tl.program_id(0)
+    m = tile % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tile // tiles_m * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    steps = tl.cdiv(depth, BLOCK_K)
+    start = steps * tl.program_id(1) // tl.num_programs(1)
+    end = steps * (tl.program_id(1) + 1) // tl.num_programs(1)
+    real = m < rows
+    x_at = x + tl.where(real, m, 0).to(tl.int64)[:, None] * x_stride + k[None, :]
+    w_at = weight + tl.where(n < columns, n, 0).to(tl.int64)[:, None] * depth + k[None, :]
+    total = zeros_of(BLOCK_M, BLOCK_N, SWAP)
+    dependent.wait(DEPENDENT)
+    for step in range(start, end):
+        x_tile = load_tile(x_at, step * BLOCK_K, depth, EVEN, BLOCK_K)
+        w_tile = load_tile(w_at, step * BLOCK_K, depth, EVEN, BLOCK_K)
+        total = times(x_tile, w_tile, total, SWAP)
+    if SWAP:
+        total = tl.trans(total)
+    at = (tl.program_id(1) * rows + m).to(tl.int64)[:, None] * columns + n[None, :]
+    inside = real[:, None] & (n < columns)[None, :]
+    if SPLIT:
+        tl.store(out + at, total, mask=inside)
+    else:
+        y = total.to(tl.float32) * tl.load(x_scales + m, mask=real, other=0.0)[:, None]
+        y *= tl.load(w_scales + n, mask=n < columns, other=0.0)[None, :]
+        if BIAS:
+            y += tl.load(bias + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
+        tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "count"])
+def _finish(parts, x_scales, w_scales, bias, out, rows, columns, count, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+            DEPENDENT: tl.constexpr):
+    """out [M, N] = scaled sum of parts int32 [count, M, N]."""
+    dependent.begin(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = n < columns
+    scale = tl.load(w_scales + n, mask=inside, other=0.0)
+    dependent.wait(DEPENDENT)
+    total = tl.zeros((BLOCK,), tl.int32)
+    for part in range(count):
+        total += tl.load(parts + (part * rows + row) * columns + n, mask=inside, other=0)
+    y = total.to(tl.float32) * tl.load(x_scales + row) * scale
+    if BIAS:
+        y += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * columns + n, y.to(out.dtype.element_ty), mask=inside)
+
+
+def rule(rows: int, columns: int, depth: int) -> Config:
+    """A configuration for a problem that nobody has tuned: enough programs to read the weight with every core."""
+    few = rows <= 256
+    block_m = min(64, max(32, next_power_of_2(rows))) if few else 128  # 16 was measured slower, for one row, too
+    split = splits_for(cdiv(rows, block_m) * cdiv(columns, 64 if few else 128), depth, MULTIPROCESSORS)
+    if few:
+        return {"BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_K": 128, "SPLIT_K": split, "SWAP": True, "num_warps": 4,
+                "num_stages": 5}
+    return {"BLOCK_M": block_m, "BLOCK_N": 128, "BLOCK_K": 128, "SPLIT_K": split, "SWAP": False, "num_warps": 8,
+            "num_stages": 3}
+
+
+@lru_cache(maxsize=4096)
+def config_for(rows: int, columns: int, depth: int) -> Config:
+    return tuned.measured_for(tuned.file_name(tuned.problem(columns, depth), DTYPE), rows) or rule(rows, columns, depth)
+
+
+def gemm(x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: torch.dtype, bias: Tensor | None = None,
+         config: Config | None = None) -> Tensor:
+    """x int8 [M, K] with scales float32 [M], weight int8 [N, K] with scales float32 [N] -> [M, N], bias [N] added."""
+    rows, depth = x.shape
+    columns = weight.shape[0]
+    out = torch.empty(rows, columns, dtype=dtype, device=x.device)
+    if not rows:
+        return out
+    chosen: dict[str, Any] = dict(config or config_for(rows, columns, depth))
+    split = chosen.pop("SPLIT_K")
+    into = out if split == 1 else torch.empty(split, rows, columns, dtype=torch.int32, device=x.device)
+    added = w_scales if bias is None else bias
+    _gemm[(cdiv(rows, chosen["BLOCK_M"]) * cdiv(columns, chosen["BLOCK_N"]), split)](
+        x, x_scales, weight, w_scales, added, into, rows, columns, depth, x.stride(0),
+        EVEN=depth % chosen["BLOCK_K"] == 0, BIAS=bias is not None, SPLIT=split > 1, **chosen, **dependent.options())
+    if split > 1:
+        _finish[(rows, cdiv(columns, 512))](into, x_scales, w_scales, added, out, rows, columns, split,
+                                            BIAS=bias is not None, BLOCK=512, **dependent.options())
+    return out

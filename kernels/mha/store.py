@@ -1,0 +1,51 @@
+"""Keys and values of a step into the paged cache, in the cache's own dtype."""
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch.integers import next_power_of_2
+
+MOST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}  #: largest number of the FP8 formats
+
+
+@triton.jit
+def _copy(source, target, inside, at, MOST: tl.constexpr):
+    """FP8 saturates, as the hardware's conversion alone might not."""
+    value = tl.load(source + at, mask=inside, other=0.0)
+    if MOST > 0:
+        value = tl.clamp(value.to(tl.float32), -MOST, MOST)
+    tl.store(target + at, value.to(target.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def mha_store_kernel(k, v, k_cache, v_cache, slots, k_token, v_token, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+                     MOST: tl.constexpr, DEPENDENT: tl.constexpr, LEADS: tl.constexpr):
+    """A program: one token's ``SIZE`` numbers of keys and as many of values."""
+    dependent.begin(LEADS)
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < SIZE
+    dependent.wait(DEPENDENT)
+    slot = tl.load(slots + token)
+    _copy(k + token * k_token, k_cache + slot * SIZE, inside, at, MOST)
+    _copy(v + token * v_token, v_cache + slot * SIZE, inside, at, MOST)
+
+
+def mha_store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, follows: bool) -> None:
+    """k, v [T, K, D] (tokens may be strided) to ``slots`` int64 [T] of the caches [slots, K, D].
+
+    ``follows``: the next kernel waits for this one (see ``dependent``), so that it may start early.
+    """
+    tokens, heads, dim = k.shape
+    assert k_cache.is_contiguous() and v_cache.is_contiguous()
+    k, v = (x if x[0:1].is_contiguous() else x.contiguous() for x in (k, v))
+    if tokens:
+        options = dependent.options()
+        mha_store_kernel[(tokens,)](
+            k, v, k_cache, v_cache, slots, k.stride(0), v.stride(0), SIZE=heads * dim,
+            BLOCK=next_power_of_2(heads * dim), MOST=MOST.get(k_cache.dtype, 0.0),
+            LEADS=follows and options["DEPENDENT"], **options)

@@ -1,0 +1,286 @@
+"""Latent attention's prologue in one launch: norm, both rotations, the cache write, and W_UK's product; and W_UV's.
+
+References are in ``kernels.mla``.
+"""
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from glowplug.kernels.formats.fp8 import Blocks
+from glowplug.kernels.launch import dependent_launch as dependent
+from glowplug.kernels.launch.integers import cdiv, next_power_of_2
+from glowplug.kernels.mla import absorbed_fp8 as mla_absorbed_fp8
+from glowplug.kernels.mla.absorbed_fp8 import scaled_product
+
+HEADS = 16  #: query heads a program rotates
+GATHERED = 8  #: cache entries a program of ``gather`` copies
+LINE, LINES = 64, 32  #: numbers of a line of a query, of which all are full, and lines a program of ``in_e4m3`` rounds
+FEW = 64  #: decoding tokens up to which W_UK's product is quicker in the prologue than as one of cuBLAS,
+FEW_PAIRS = 2048  #: twice as many where tokens times heads are no more than these; of W_UV's product as well
+UV_STORED = 64  #: columns of W_UV's product that a program makes of stored weights
+UK_COLUMNS = 64  #: of one head's product that a program makes
+UV_COLUMNS, UV_ROWS = 32, 32  #: the same of W_UV's, and tokens of them
+
+
+@triton.jit
+def _put(target, value, FP8: tl.constexpr, inside):
+    """Store float32 ``value`` in target's dtype; FP8 saturates, as the hardware's conversion alone might not."""
+    if FP8:
+        value = tl.clamp(value, -448.0, 448.0)
+    tl.store(target, value.to(target.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _product(x, w, out, head, first, column, rows, x_row, x_head, w_head, w_depth, w_column, out_row, out_head,
+             SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
+             DEPENDENT: tl.constexpr):
+    """out[rows, head, columns] = x[rows, head] w[head], ROWS rows from ``first`` and BLOCK columns from ``column`` on:
+    x [rows, H, SIZE], w [H, SIZE, COLUMNS].
+
+    The weights come in before it waits for the kernel that makes x.
+    """
+    row, at, depth = first + tl.arange(0, ROWS), column + tl.arange(0, BLOCK), tl.arange(0, DEPTH)
+    b = tl.load(w + head * w_head + at[None, :] * w_column + depth[:, None] * w_depth,
+                mask=(depth < SIZE)[:, None] & (at < COLUMNS)[None, :], other=0.0)
+    dependent.wait(DEPENDENT)
+    a = tl.load(x + head * x_head + row[:, None] * x_row + depth[None, :],
+                mask=(row < rows)[:, None] & (depth < SIZE)[None, :], other=0.0)
+    target = out + head * out_head + row[:, None] * out_row + at[None, :]
+    tl.store(target, tl.dot(a, b, input_precision="ieee").to(out.dtype.element_ty),
+             mask=(row < rows)[:, None] & (at < COLUMNS)[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _by_heads(x, w, out, rows, x_row, x_head, w_head, w_depth, w_column, out_row, out_head,
+              SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
+              DEPENDENT: tl.constexpr):
+    dependent.begin(DEPENDENT)
+    head = tl.program_id(0).to(tl.int64)
+    _product(x, w, out, head, tl.program_id(2) * ROWS, tl.program_id(1) * BLOCK, rows, x_row, x_head, w_head, w_depth,
+             w_column, out_row, out_head, SIZE, COLUMNS, ROWS, BLOCK, DEPTH, DEPENDENT)
+
+
+@triton.jit(do_not_specialize=["tokens", "decode", "heads"])
+def _prologue(query, compressed, weight, cos_sin, cache, slots, absorbed, own, w_uk, scales, tokens, decode, eps,
+              query_token, query_head, compressed_token, cos_token, cache_slot, absorbed_token, absorbed_head,
+              own_token, uk_head, uk_depth, uk_column, scale_head, scale_depth, scale_column, heads, NOPE: tl.constexpr,
+              LORA: tl.constexpr, HALF: tl.constexpr, LORA_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr,
+              HEAD_BLOCK: tl.constexpr, PARTS: tl.constexpr, INTERLEAVED: tl.constexpr, FP8: tl.constexpr,
+              UK_BLOCKS: tl.constexpr, UK_BLOCK: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+              STORED: tl.constexpr, DEPENDENT: tl.constexpr, LEADS: tl.constexpr):
+    """Programs 0 to tokens * PARTS - 1: a token's key, or some of its query heads; those behind: W_UK's product, of
+    codes and the scales of their blocks where it is STORED."""
+    dependent.begin(LEADS)
+    program = tl.program_id(0)
+    if program < tokens * PARTS:
+        dependent.wait(DEPENDENT)
+        _token(query, compressed, weight, cos_sin, cache, slots, absorbed, own, (program // PARTS).to(tl.int64),
+               program % PARTS, decode, eps, query_token, query_head, compressed_token, cos_token, cache_slot,
+               absorbed_token, absorbed_head, own_token, heads, NOPE, LORA, HALF, LORA_BLOCK, HALF_BLOCK, HEAD_BLOCK,
+               INTERLEAVED, FP8)
+    elif UK_BLOCKS > 0:
+        program -= tokens * PARTS
+        head, column = (program // UK_BLOCKS).to(tl.int64), program % UK_BLOCKS * UK_BLOCK
+        if STORED:
+            scaled_product(query, w_uk, scales, absorbed, head, column, decode, query_token, query_head, uk_head,
+                           uk_depth, uk_column, scale_head, scale_depth, scale_column, absorbed_token, absorbed_head,
+                           NOPE, LORA, ROWS, UK_BLOCK, DEPENDENT)
+        else:
+            _product(query, w_uk, absorbed, head, 0, column, decode, query_token, query_head, uk_head, uk_depth,
+                     uk_column, absorbed_token, absorbed_head, NOPE, LORA, ROWS, UK_BLOCK, DEPTH, DEPENDENT)
+
+
+@triton.jit
+def _turn(source, target, own, keep, cos, sin, source_head, target_head, first, heads, HALF: tl.constexpr,
+          HALF_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, FP8: tl.constexpr):
+    """HEAD_BLOCK rotary parts [2 * HALF] of one token, rotated, into ``target``, which may be ``source``; with
+    ``keep`` into ``own``, too. Neighbours are read and written side by side."""
+    head = first + tl.arange(0, HEAD_BLOCK)[:, None]
+    if INTERLEAVED:
+        at = tl.arange(0, 2 * HALF_BLOCK)[None, :]
+        inside = (head < heads) & (at < 2 * HALF)
+        pairs = tl.load(source + head * source_head + at, mask=inside, other=0.0).to(tl.float32)
+        a, b = tl.split(tl.reshape(pairs, (HEAD_BLOCK, HALF_BLOCK, 2)))
+        turned = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (HEAD_BLOCK, 2 * HALF_BLOCK))
+        _put(target + head * target_head + at, turned, FP8, inside)
+        if keep:
+            _put(own + at, turned, False, inside)
+    else:
+        column = tl.arange(0, HALF_BLOCK)[None, :]
+        both = (head < heads) & (column < HALF)
+        left = tl.load(source + head * source_head + column, mask=both, other=0.0).to(tl.float32)
+        right = tl.load(source + head * source_head + HALF + column, mask=both, other=0.0).to(tl.float32)
+        _put(target + head * target_head + column, left * cos - right * sin, FP8, both)
+        _put(target + head * target_head + HALF + column, right * cos + left * sin, FP8, both)
+        if keep:
+            _put(own + column, left * cos - right * sin, False, both)
+            _put(own + HALF + column, right * cos + left * sin, False, both)
+
+
+@triton.jit
+def _token(query, compressed, weight, cos_sin, cache, slots, absorbed, own, token, part, decode, eps, query_token,
+           query_head, compressed_token, cos_token, cache_slot, absorbed_token, absorbed_head, own_token, heads,
+           NOPE: tl.constexpr, LORA: tl.constexpr, HALF: tl.constexpr, LORA_BLOCK: tl.constexpr,
+           HALF_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, FP8: tl.constexpr):
+    """The key of a token (part 0), or HEAD_BLOCK of its query heads."""
+    pair = tl.arange(0, HALF_BLOCK)
+    cos = tl.load(cos_sin + token * cos_token + pair, mask=pair < HALF, other=0.0)[None, :]
+    sin = tl.load(cos_sin + token * cos_token + HALF + pair, mask=pair < HALF, other=0.0)[None, :]
+    if part == 0:
+        source, target = compressed + token * compressed_token, cache + tl.load(slots + token) * cache_slot
+        mine, behind = own + (token - decode) * own_token, token >= decode
+        column = tl.arange(0, LORA_BLOCK)
+        held = column < LORA
+        latent = tl.load(source + column, mask=held, other=0.0).to(tl.float32)
+        gain = tl.load(weight + column, mask=held, other=0.0).to(tl.float32)
+        latent = latent * tl.rsqrt(tl.sum(latent * latent) / LORA + eps) * gain
+        _put(target + column, latent, FP8, held)
+        if behind:
+            _put(mine + column, latent, False, held)
+        _turn(source + LORA, target + LORA, mine + LORA, behind, cos, sin, 0, 0, 0, 1, HALF, HALF_BLOCK, 1, INTERLEAVED,
+              FP8)
+    else:
+        rotary, first = query + token * query_token + NOPE, (part - 1) * HEAD_BLOCK
+        if token < decode:
+            _turn(rotary, absorbed + token * absorbed_token + LORA, rotary, False, cos, sin, query_head, absorbed_head,
+                  first, heads, HALF, HALF_BLOCK, HEAD_BLOCK, INTERLEAVED, False)
+        else:
+            _turn(rotary, rotary, rotary, False, cos, sin, query_head, query_head, first, heads, HALF, HALF_BLOCK,
+                  HEAD_BLOCK, INTERLEAVED, False)
+
+
+@triton.jit
+def _store(latent, k_rope, cache, slots, latent_token, rope_token, cache_slot, LORA: tl.constexpr, ROPE: tl.constexpr,
+           BLOCK: tl.constexpr, FP8: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    first = column < LORA
+    value = tl.load(latent + token * latent_token + column, mask=first, other=0.0).to(tl.float32)
+    second = (column >= LORA) & (column < LORA + ROPE)
+    value += tl.load(k_rope + token * rope_token + column - LORA, mask=second, other=0.0).to(tl.float32)
+    _put(cache + tl.load(slots + token) * cache_slot + column, value, FP8, column < LORA + ROPE)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _gather(cache, slots, out, count, cache_slot, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < count)[:, None] & (column < SIZE)[None, :]
+    slot = tl.load(slots + row, mask=row < count, other=0).to(tl.int64)
+    value = tl.load(cache + (slot * cache_slot)[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    target = out + (row.to(tl.int64) * SIZE)[:, None] + column[None, :]
+    tl.store(target, value.to(out.dtype.element_ty), mask=inside)
+
+
+def prologue(query: Tensor, compressed: Tensor, norm_weight: Tensor, eps: float, cos_sin: Tensor, interleaved: bool,
+             cache: Tensor, slots: Tensor, absorbed: Tensor, own: Tensor, w_uk: Tensor, leads: bool = False,
+             stored: Blocks | None = None) -> None:
+    """As ``kernels.mla.prologue``. Tokens may be strided; within a token the last dimension is contiguous.
+
+    ``leads``: the kernel behind waits for this one as ``dependent`` asks, so that it may start early. ``stored`` only
+    for few decoding tokens.
+    """
+    tokens, heads, size = query.shape
+    lora, decode = norm_weight.shape[0], absorbed.shape[0]
+    rope = compressed.shape[1] - lora
+    if not tokens:
+        return
+    block = min(HEADS, next_power_of_2(heads))
+    parts, few = 1 + cdiv(heads, block), 0 < decode <= (2 * FEW if decode * heads <= FEW_PAIRS else FEW)
+    stored = stored if few else None
+    weight, scales = (w_uk, norm_weight.expand(1, 1, -1)) if stored is None else stored
+    uk_block = min(UK_COLUMNS, next_power_of_2(lora)) if stored is None else mla_absorbed_fp8.BLOCK
+    uk_blocks = cdiv(lora, uk_block) if few else 0
+    _prologue[(tokens * parts + heads * uk_blocks,)](
+        query, compressed, norm_weight, cos_sin, cache, slots, absorbed, own, weight, scales, tokens, decode, eps,
+        query.stride(0), query.stride(1), compressed.stride(0), cos_sin.stride(0), cache.stride(0), absorbed.stride(0),
+        absorbed.stride(1), own.stride(0), *weight.stride(), *scales.stride(), heads, NOPE=size - rope, LORA=lora,
+        HALF=rope // 2, LORA_BLOCK=next_power_of_2(lora), HALF_BLOCK=next_power_of_2(rope // 2),
+        HEAD_BLOCK=block, PARTS=parts, INTERLEAVED=interleaved, FP8=cache.dtype is torch.float8_e4m3fn,
+        UK_BLOCKS=uk_blocks, UK_BLOCK=uk_block, ROWS=_tile(decode) if few else 16, DEPTH=_tile(size - rope),
+        STORED=stored is not None, num_warps=8 if few and decode > FEW else 4, **(options := dependent.options()),
+        LEADS=options["DEPENDENT"] and leads and few)
+    if decode and not few:
+        _bmm(query[:decode, :, : size - rope], w_uk, absorbed[..., :lora])
+
+
+def absorb(q_nope: Tensor, w_uk: Tensor, absorbed: Tensor) -> None:
+    """As ``kernels.mla.absorb``."""
+    _bmm(q_nope, w_uk, absorbed[..., : w_uk.shape[2]])
+
+
+def project(latent: Tensor, w_uv: Tensor, out: Tensor, follows: bool = False, stored: Blocks | None = None) -> None:
+    """As ``kernels.mla.project``. latent and out are contiguous in their last dimension.
+
+    ``follows``: the kernel before waits for those before it, as ``dependent`` asks, so that this one may start early.
+    ``stored`` only for few tokens.
+    """
+    tokens, heads, _ = latent.shape
+    if stored is not None:
+        mla_absorbed_fp8.multiply(latent, stored, out, UV_STORED, follows=follows)
+    elif tokens > FEW or tokens * heads > FEW_PAIRS:
+        _bmm(latent, w_uv, out)
+    elif tokens:
+        by_heads(latent, w_uv, out, min(UV_COLUMNS, next_power_of_2(w_uv.shape[2])), follows)
+
+
+def by_heads(x: Tensor, w: Tensor, out: Tensor, block: int, follows: bool) -> None:
+    """x [T, H, K], w [H, K, N] -> out [T, H, N] for few tokens, ``block`` columns a program."""
+    (tokens, heads, size), columns = x.shape, w.shape[2]
+    tile = min(UV_ROWS, _tile(tokens))
+    _by_heads[(heads, cdiv(columns, block), cdiv(tokens, tile))](
+        x, w, out, tokens, x.stride(0), x.stride(1), *w.stride(), out.stride(0), out.stride(1), SIZE=size,
+        COLUMNS=columns, ROWS=tile, BLOCK=block, DEPTH=_tile(size), num_warps=4,
+        **(dependent.options() if follows else {"DEPENDENT": False}))
+
+
+def _bmm(x: Tensor, w: Tensor, out: Tensor) -> None:
+    """x [T, H, K], w [H, K, N] -> out [T, H, N]; none of them is copied."""
+    torch.bmm(x.transpose(0, 1), w, out=out.transpose(0, 1))
+
+
+def _tile(size: int) -> int:
+    """A power of two that holds ``size``, and what tensor cores take at least."""
+    return max(16, next_power_of_2(size))
+
+
+def store(latent: Tensor, k_rope: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """As ``kernels.mla.store``."""
+    tokens, lora = latent.shape
+    rope = k_rope.shape[1]
+    if not tokens:
+        return
+    _store[(tokens,)](latent, k_rope, cache, slots, latent.stride(0), k_rope.stride(0), cache.stride(0), LORA=lora,
+                      ROPE=rope, BLOCK=next_power_of_2(lora + rope), FP8=cache.dtype is torch.float8_e4m3fn)
+
+
+def gather(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """As ``kernels.mla.gather``."""
+    count, size = slots.shape[0], cache.shape[1]
+    out = torch.empty(count, size, dtype=dtype, device=cache.device)
+    if count:
+        _gather[(cdiv(count, GATHERED),)](cache, slots, out, count, cache.stride(0), SIZE=size,
+                                          BLOCK=next_power_of_2(size), ROWS=GATHERED)
+    return out
+
+
+@triton.jit(do_not_specialize=["lines"])
+def _in_e4m3(query, out, lines, LINE: tl.constexpr, LINES: tl.constexpr):
+    line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)[:, None]
+    at, inside = line * LINE + tl.arange(0, LINE)[None, :], line < lines
+    value = tl.load(query + at, mask=inside, other=0.0).to(tl.float32)
+    value = tl.clamp(value, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(out + at, value.to(tl.float8e4nv), mask=inside)
+
+
+def in_e4m3(query: Tensor) -> Tensor:
+    """As ``kernels.mla.in_e4m3``, of contiguous queries of whole lines of 64 numbers."""
+    assert query.is_contiguous() and query.shape[-1] % LINE == 0
+    out = torch.empty_like(query, dtype=torch.float8_e4m3fn)
+    lines = query.numel() // LINE
+    if lines:
+        _in_e4m3[(cdiv(lines, LINES),)](query, out, lines, LINE=LINE, LINES=LINES)
+    return out

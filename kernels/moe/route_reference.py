@@ -1,0 +1,65 @@
+"""Expert gates of DeepSeek-V2 (softmax) and V3 (sigmoid with a correction bias), limited to groups or not.
+
+Logits are float32 [T, E]; the result is weights float32 [T, K] and expert ids int64 [T, K], in no particular order.
+E experts form ``groups`` equal groups of which only the best ``topk_groups`` may be chosen; one group means no limit.
+"""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from glowplug.kernels.elementwise import cpu_small as few
+
+
+def _leave_out(scores: Tensor, group_scores: Tensor, topk_groups: int, value: float) -> None:
+    """Overwrite with ``value`` the scores [T, groups, experts a group] of all but the best groups."""
+    best = group_scores.topk(topk_groups, dim=-1, sorted=False).indices
+    outside = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, best, False)
+    scores.masked_fill_(outside.unsqueeze(-1), value)
+
+
+def _finish(weights: Tensor, renormalize: bool, scale: float) -> Tensor:
+    """Overwrites ``weights``."""
+    if renormalize:
+        weights.div_(weights.sum(-1, keepdim=True).add_(1e-20))
+    return weights if scale == 1.0 else weights.mul_(scale)
+
+
+def topk_softmax(
+    logits: Tensor, k: int, groups: int = 1, topk_groups: int = 1, renormalize: bool = False, scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """DeepSeek-V2: softmax scores; a group counts as much as its best expert ("group_limited_greedy")."""
+    scores = logits.softmax(-1, dtype=torch.float32)
+    if topk_groups < groups:
+        by_group = scores.view(scores.shape[0], groups, scores.shape[1] // groups)
+        _leave_out(by_group, by_group.amax(-1), topk_groups, 0.0)
+    weights, ids = scores.topk(k, dim=-1, sorted=False)
+    return _finish(weights, renormalize, scale), ids
+
+
+def topk_sigmoid(
+    logits: Tensor, bias: Tensor, k: int, groups: int = 1, topk_groups: int = 1, renormalize: bool = True,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """DeepSeek-V3 ("noaux_tc"): chosen by sigmoid + bias, weighted by the sigmoid alone.
+
+    bias float32 [E]. A group counts as much as its two best experts together.
+    """
+    if few.is_few(logits):
+        found = few.topk_sigmoid(logits.numpy(), bias.numpy(), k, groups, topk_groups, renormalize, scale)
+        return torch.from_numpy(found[0]), torch.from_numpy(found[1])
+    return topk_sigmoid_reference(logits, bias, k, groups, topk_groups, renormalize, scale)
+
+
+def topk_sigmoid_reference(
+    logits: Tensor, bias: Tensor, k: int, groups: int, topk_groups: int, renormalize: bool, scale: float,
+) -> tuple[Tensor, Tensor]:
+    """As :func:`topk_sigmoid`, in torch for any number of tokens."""
+    scores = logits.sigmoid()
+    choice = scores + bias
+    if topk_groups < groups:
+        by_group = choice.view(choice.shape[0], groups, choice.shape[1] // groups)
+        best_two = by_group.topk(2, dim=-1, sorted=False).values
+        _leave_out(by_group, best_two.sum(-1), topk_groups, float("-inf"))
+    ids = choice.topk(k, dim=-1, sorted=False).indices
+    return _finish(scores.gather(1, ids), renormalize, scale), ids

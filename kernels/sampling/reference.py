@@ -1,0 +1,139 @@
+"""Sampling on tensors: counter-based uniforms, inverse-CDF draws, top-k/top-p cut-offs, penalties, log-probabilities.
+
+Pure functions, no host synchronisation on an accelerator. N logits rows, V vocabulary. Every result of a row depends
+on that row alone: the draw walks the vocabulary in its own order, and a cut-off is a *value*, so a batch that sorts for
+one row draws the same token for the others as a batch that does not.
+"""
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from glowplug.kernels.launch.chunks import LOGPROB_ROWS
+
+BLOCK = 256  #: vocabulary entries summed at a time by ``draw``
+SORT_ROWS = 64  #: rows sorted at a time, which bounds the temporary memory of ``cutoff``
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+GOLDEN = _signed(0x9E3779B97F4A7C15)
+MIX_1 = _signed(0xBF58476D1CE4E5B9)
+MIX_2 = _signed(0x94D049BB133111EB)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64 (torch's is arithmetic)."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def mix64(x: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014) on int64 [...], modulo 2^64."""
+    x = (x ^ _shift_right(x, 30)) * MIX_1
+    x = (x ^ _shift_right(x, 27)) * MIX_2
+    return x ^ _shift_right(x, 31)
+
+
+def uniform(seeds: Tensor, positions: Tensor, stream: int = 0) -> Tensor:
+    """Float64 [N] in [0, 1), a function of (seed, position, stream) only: int64 [N], int64 [N], a small int.
+
+    Stream 0 draws tokens; speculation takes others for acceptance tests and draft tokens.
+    """
+    offset = _signed(((stream + 1) * (GOLDEN % (1 << 64))) % (1 << 64))
+    state = mix64(mix64(seeds + offset) + positions * GOLDEN)
+    return _shift_right(state, 11).to(torch.float64) * 2.0**-53
+
+
+def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
+    """Index int64 [N] of the first entry of ``cumulative`` float64 [N, K] greater than ``target`` [N, 1].
+
+    ``target`` is held below the total, so the entry found has a positive share. NaN gives 0.
+    """
+    total = cumulative[:, -1:]
+    below = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
+    return (cumulative <= below).sum(-1).clamp_(max=cumulative.shape[1] - 1)
+
+
+def draw(weights: Tensor, u: Tensor) -> Tensor:
+    """One index int64 [N] for each row of ``weights`` float32 [N, V] >= 0 (unnormalised), by inverse CDF at u [N].
+
+    Two levels (block sums, then one block) in float64: no [N, V] float64 temporary. A zero weight is never drawn.
+    """
+    rows, vocab = weights.shape
+    if vocab % BLOCK:
+        weights = F.pad(weights, (0, -vocab % BLOCK))
+    blocks = weights.view(rows, -1, BLOCK)
+    cumulative = blocks.sum(-1, dtype=torch.float64).cumsum_(-1)
+    target = u[:, None] * cumulative[:, -1:]
+    block = _first_above(cumulative, target)[:, None]
+    before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp_(min=0)), 0.0)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, BLOCK)).squeeze(1).cumsum(-1, dtype=torch.float64)
+    index = block.squeeze(1) * BLOCK + _first_above(inside, target - before)
+    return index.clamp_(max=vocab - 1)
+
+
+def _sort_descending(weights: Tensor) -> Tensor:
+    if weights.device.type != "cpu":
+        return weights.sort(-1, descending=True).values
+    # NOTE: numpy's vectorised sort is 7 to 18 times faster than torch.sort on a CPU (torch also sorts indices).
+    return torch.from_numpy(np.sort(weights.numpy(), axis=-1)).flip(-1)
+
+
+def cutoff(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Smallest weight float32 [N] that survives top-k and then top-p (of what top-k left). Ties survive together.
+
+    weights float32 [N, V] >= 0, unnormalised; top_k int64 [N], 0: off; top_p float32 [N] in (0, 1], 1: off.
+    """
+    chunks = zip(weights.split(SORT_ROWS), top_k.split(SORT_ROWS), top_p.split(SORT_ROWS), strict=True)
+    return torch.cat([_cutoff(*chunk) for chunk in chunks])
+
+
+def _cutoff(weights: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    vocab = weights.shape[1]
+    ordered = _sort_descending(weights)
+    last = torch.where(top_k > 0, top_k, vocab).clamp_(max=vocab)[:, None] - 1
+    kth = ordered.gather(1, last)
+    tied_last = (ordered >= kth).sum(-1, keepdim=True).sub_(1).clamp_(min=0)
+    mass = ordered.cumsum(-1, dtype=torch.float64)
+    wanted = top_p.double()[:, None] * mass.gather(1, tied_last)
+    enough = torch.minimum((mass < wanted).sum(-1, keepdim=True), tied_last)
+    least = torch.where(top_k[:, None] > 0, kth, 0.0)
+    return torch.where(top_p[:, None] < 1.0, ordered.gather(1, enough), least).squeeze(1)
+
+
+def apply_penalties(
+    logits: Tensor, seen: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
+) -> Tensor:
+    """Penalised logits float32 [N, V], in place.
+
+    seen bool [N, V]: token is in the prompt or the output; counts int32 [N, V]: times in the output; the rest [N].
+    Repetition divides positive and multiplies negative logits of seen tokens (Keskar et al. 2019); frequency and
+    presence are OpenAI's: ``logit - count * frequency - (count > 0) * presence``.
+    """
+    factor = torch.where(seen, repetition[:, None], 1.0)
+    logits.copy_(torch.where(logits > 0, logits / factor, logits * factor))
+    logits.sub_(counts * frequency[:, None])
+    return logits.sub_((counts > 0) * presence[:, None])
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities under ``log_softmax(logits)``: of ``tokens`` and of the k most likely, best first.
+
+    logits float32 [N, V], tokens int64 [N] -> token float32 [N], top_ids int64 [N, k], top float32 [N, k]. Works on
+    chunks of rows, so that the temporaries stay small for a long prompt.
+    """
+    chunks = zip(logits.split(LOGPROB_ROWS), tokens.split(LOGPROB_ROWS), strict=True)
+    parts = [_token_logprobs(*chunk, k) for chunk in chunks]
+    token, top_ids, top = (torch.cat(column) for column in zip(*parts, strict=True))
+    return token, top_ids, top
+
+
+def _token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    logits = logits.float()
+    norm = logits.logsumexp(-1, keepdim=True)
+    top, top_ids = logits.topk(min(k, logits.shape[1]), dim=-1)
+    return (logits.gather(1, tokens[:, None]) - norm).squeeze(1), top_ids, top - norm
