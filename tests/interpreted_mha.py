@@ -17,5 +17,5 @@ class InterpretedMhaOptions(AttentionOptions):
 def register_attention_backends() -> list[Component]:
     return [Component(
         name="interpreted_mha", options=InterpretedMhaOptions,
-        factory="glowplug.plugins.attention.triton_mha_runtime:TritonMha",
+        factory="glowplug.plugins.attention.mha.triton_runtime:TritonMha",
         offers=AttentionOffers(kinds=frozenset({"mha"}), modes=dict(EVERY_MODE_GRAPH), tree=True, first_key=True))]

@@ -7,7 +7,7 @@ from typing import Literal
 from glowplug.core.plugin.component import Component
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_EAGER, AttentionOffers
-from glowplug.plugins.attention.torch_mla import TorchMlaOptions
+from glowplug.plugins.attention.mla.torch import TorchMlaOptions
 
 KEYS = 24
 ROWS = range(2, 5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 from typing import Any
 
 from glowplug.core.step.batch import Batch
-from glowplug.plugins.attention.torch_mla_runtime import TorchMla
+from glowplug.plugins.attention.mla.torch_runtime import TorchMla
 
 PLANNED: list[tuple[int, int, int]] = []  #: of every replayed step: rows, its longest row, and what it was told
 

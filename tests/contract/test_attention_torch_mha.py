@@ -10,8 +10,8 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Worker
 from glowplug.core.testing.harness.paged_world import Row, make_world
 from glowplug.core.testing.suites.attention import MhaCase, MhaSuite
-from glowplug.plugins.attention.torch_mha import TorchMhaOptions
-from glowplug.plugins.attention.torch_mha_runtime import TorchMha
+from glowplug.plugins.attention.mha.torch import TorchMhaOptions
+from glowplug.plugins.attention.mha.torch_runtime import TorchMha
 
 
 class TestGqa(MhaSuite):

@@ -11,8 +11,8 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Worker
 from glowplug.core.testing.harness.paged_world import Row, make_world
 from glowplug.core.testing.suites.attention import MlaSuite
-from glowplug.plugins.attention.torch_mla import TorchMlaOptions
-from glowplug.plugins.attention.torch_mla_runtime import TorchMla
+from glowplug.plugins.attention.mla.torch import TorchMlaOptions
+from glowplug.plugins.attention.mla.torch_runtime import TorchMla
 
 
 class TestAbsorbed(MlaSuite):

@@ -9,10 +9,10 @@ from glowplug.core.protocols import Worker
 from glowplug.core.testing.harness.paged_world import Row, make_world
 from glowplug.core.testing.suites.attention import MhaSuite
 from glowplug.kernels.mha import reference as mha
-from glowplug.plugins.attention.triton_mha import TritonMhaOptions
+from glowplug.plugins.attention.mha.triton import TritonMhaOptions
 
 pytest.importorskip("triton")
-from glowplug.plugins.attention.triton_mha_runtime import TritonMha
+from glowplug.plugins.attention.mha.triton_runtime import TritonMha
 
 
 class Suite(MhaSuite):

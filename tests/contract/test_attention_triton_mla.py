@@ -12,13 +12,13 @@ from glowplug.core.protocols import MlaLayer, Worker
 from glowplug.core.testing.harness.paged_world import Row, make_world
 from glowplug.core.testing.suites.attention import MlaSuite
 from glowplug.kernels.mla import reference as mla
-from glowplug.plugins.attention.triton_mla import TritonMlaOptions
+from glowplug.plugins.attention.mla.triton import TritonMlaOptions
 from tests.contract.gpu_mla import GpuMlaSuite, Projections
 
 pytest.importorskip("triton")
 from glowplug.kernels.mla import value_projection as mla_values
 from glowplug.kernels.mla.decode import Tiling
-from glowplug.plugins.attention.triton_mla_runtime import TritonMla, _Rows
+from glowplug.plugins.attention.mla.triton_runtime import TritonMla, _Rows
 
 
 class Suite(MlaSuite):

@@ -16,7 +16,7 @@ from glowplug.core.plugin.offers import AttentionOffers
 from glowplug.core.protocols import AttentionBackend, Limits, Worker
 from glowplug.core.testing.harness.build import built_in
 from glowplug.core.testing.harness.paged_world import Row, make_world
-from glowplug.plugins.attention.flashinfer_mla import WORKSPACE
+from glowplug.plugins.attention.mla.flashinfer import WORKSPACE
 from tests.contract import fake_flashinfer, fake_sgl_kernel
 from tests.contract.gpu_mla import ProjectedSuite, drafting
 

@@ -14,12 +14,12 @@ import torch
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import AttentionBackend, Worker
 from glowplug.core.testing.harness.paged_world import Row, World, make_world
-from glowplug.plugins.attention.flashinfer_mla import FlashInferMlaOptions
+from glowplug.plugins.attention.mla.flashinfer import FlashInferMlaOptions
 from tests.contract import fake_flashinfer
 from tests.contract.fake_flashinfer import Event, MlaWrapper
 from tests.contract.gpu_mla import ProjectedSuite
 
-RUNTIME = "glowplug.plugins.attention.flashinfer_mla_runtime"
+RUNTIME = "glowplug.plugins.attention.mla.flashinfer_runtime"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -13,12 +13,12 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import AttentionBackend, Worker
 from glowplug.core.testing.harness.paged_world import Row, World, make_world
 from glowplug.kernels.mla import reference as mla
-from glowplug.plugins.attention.flashmla import FlashMlaOptions
+from glowplug.plugins.attention.mla.flashmla import FlashMlaOptions
 from tests.contract import fake_sgl_kernel
 from tests.contract.fake_sgl_kernel import CALLS
 from tests.contract.gpu_mla import ProjectedSuite
 
-RUNTIMES = ["glowplug.plugins.attention.flashmla_runtime", "glowplug.plugins.attention.fa3_mla_runtime"]
+RUNTIMES = ["glowplug.plugins.attention.mla.flashmla_runtime", "glowplug.plugins.attention.mla.fa3_runtime"]
 
 
 @pytest.fixture(scope="module", autouse=True)

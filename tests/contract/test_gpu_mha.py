@@ -107,8 +107,8 @@ class GpuMhaSuite(MhaSuite):
 class TestTriton(GpuMhaSuite):
     def make(self, plan: EnginePlan, worker: Worker) -> AttentionBackend:
         pytest.importorskip("triton")
-        from glowplug.plugins.attention.triton_mha import TritonMhaOptions
-        from glowplug.plugins.attention.triton_mha_runtime import TritonMha
+        from glowplug.plugins.attention.mha.triton import TritonMhaOptions
+        from glowplug.plugins.attention.mha.triton_runtime import TritonMha
 
         return TritonMha(TritonMhaOptions(), plan, worker)
 
@@ -137,8 +137,8 @@ class TestTritonFp8E5m2(TestTriton):
 class TestFa3(GpuMhaSuite):
     def make(self, plan: EnginePlan, worker: Worker) -> AttentionBackend:
         pytest.importorskip("sgl_kernel")
-        from glowplug.plugins.attention.fa3_mha import Fa3MhaOptions
-        from glowplug.plugins.attention.fa3_mha_runtime import Fa3Mha
+        from glowplug.plugins.attention.mha.fa3 import Fa3MhaOptions
+        from glowplug.plugins.attention.mha.fa3_runtime import Fa3Mha
 
         return Fa3Mha(Fa3MhaOptions(), drafting(plan), worker)
 
@@ -150,12 +150,12 @@ class TestHopper(TestFa3):
 
     @pytest.fixture(autouse=True)
     def _table(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("glowplug.plugins.attention.measured.FASTEST_MHA", {4: ((1e9, self.kernel),)})
+        monkeypatch.setattr("glowplug.plugins.attention.shared.decode_choice.FASTEST_MHA", {4: ((1e9, self.kernel),)})
 
     def make(self, plan: EnginePlan, worker: Worker) -> AttentionBackend:
         pytest.importorskip("sgl_kernel")
-        from glowplug.plugins.attention.hopper_mha import HopperMhaOptions
-        from glowplug.plugins.attention.hopper_mha_runtime import HopperMha
+        from glowplug.plugins.attention.mha.hopper import HopperMhaOptions
+        from glowplug.plugins.attention.mha.hopper_runtime import HopperMha
 
         return HopperMha(HopperMhaOptions(), plan, worker)
 

@@ -19,8 +19,8 @@ HERE = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 class TestFa3(GpuMlaSuite):
     def make(self, plan: EnginePlan, worker: Worker) -> AttentionBackend:
         pytest.importorskip("sgl_kernel")
-        from glowplug.plugins.attention.fa3_mla import Fa3MlaOptions
-        from glowplug.plugins.attention.fa3_mla_runtime import Fa3Mla
+        from glowplug.plugins.attention.mla.fa3 import Fa3MlaOptions
+        from glowplug.plugins.attention.mla.fa3_runtime import Fa3Mla
 
         made = Fa3Mla(Fa3MlaOptions(), drafting(plan), worker)
         made._most_keys = self.most_keys
@@ -37,8 +37,8 @@ class TestFlashMla(GpuMlaSuite):
 
     def make(self, plan: EnginePlan, worker: Worker) -> AttentionBackend:
         pytest.importorskip("sgl_kernel")
-        from glowplug.plugins.attention.flashmla import FlashMlaOptions
-        from glowplug.plugins.attention.flashmla_runtime import FlashMla
+        from glowplug.plugins.attention.mla.flashmla import FlashMlaOptions
+        from glowplug.plugins.attention.mla.flashmla_runtime import FlashMla
 
         made = FlashMla(FlashMlaOptions(), drafting(plan), worker)
         made._most_keys = self.most_keys
@@ -100,12 +100,12 @@ class TestHopper(TestFlashMla):
 
     @pytest.fixture(autouse=True)
     def _table(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("glowplug.plugins.attention.measured.FASTEST", {16: ((1e9, self.kernel),)})
+        monkeypatch.setattr("glowplug.plugins.attention.shared.decode_choice.FASTEST", {16: ((1e9, self.kernel),)})
 
     def make(self, plan: EnginePlan, worker: Worker) -> AttentionBackend:
         pytest.importorskip("sgl_kernel")
-        from glowplug.plugins.attention.hopper_mla import HopperMlaOptions
-        from glowplug.plugins.attention.hopper_mla_runtime import HopperMla
+        from glowplug.plugins.attention.mla.hopper import HopperMlaOptions
+        from glowplug.plugins.attention.mla.hopper_runtime import HopperMla
 
         made = HopperMla(HopperMlaOptions(), plan, worker)
         made._most_keys = self.most_keys
@@ -149,8 +149,8 @@ class TestHopperWithAnFp8Cache(TestHopper):
 class TestFlashInfer(GpuMlaSuite):
     def make(self, plan: EnginePlan, worker: Worker) -> AttentionBackend:
         pytest.importorskip("flashinfer")
-        from glowplug.plugins.attention.flashinfer_mla import FlashInferMlaOptions
-        from glowplug.plugins.attention.flashinfer_mla_runtime import FlashInferMla
+        from glowplug.plugins.attention.mla.flashinfer import FlashInferMlaOptions
+        from glowplug.plugins.attention.mla.flashinfer_runtime import FlashInferMla
 
         made = FlashInferMla(FlashInferMlaOptions(), drafting(plan), worker)
         made._most_keys = self.most_keys

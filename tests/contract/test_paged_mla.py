@@ -10,7 +10,7 @@ from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import AttentionBackend, MlaLayer, Worker
 from glowplug.core.step.batch import Batch
 from glowplug.kernels.mha import reference as mha
-from glowplug.plugins.attention.paged_mla import PagedMla
+from glowplug.plugins.attention.shared.mla_base import PagedMla
 from tests.contract.gpu_mla import ProjectedSuite
 
 

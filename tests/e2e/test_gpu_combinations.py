@@ -52,7 +52,7 @@ def test_the_comparison_holds_on_the_cpu(cell: Cell, on_cpu: Reference, small: P
 def test_an_engine_that_is_wrong_is_found(spoil: str, on_cpu: Reference, small: Path,
                                           monkeypatch: pytest.MonkeyPatch) -> None:
     """An attention that misses the first key, which a glance at the tokens would hardly show; and scores alone."""
-    from glowplug.plugins.attention.torch_mla_runtime import TorchMla
+    from glowplug.plugins.attention.mla.torch_runtime import TorchMla
 
     cell, planned = Cell("v2", "torch_mla"), TorchMla.plan_step
     reference = on_cpu.engine(cell)._executor._engine.runner.attention  # type: ignore[attr-defined]

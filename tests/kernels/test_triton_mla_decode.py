@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from glowplug.kernels.mla import reference as mla
-from glowplug.plugins.attention import measured
+from glowplug.plugins.attention.shared import decode_choice as measured
 from tests.kernels.shuffled_pages import shuffled_pages, slots_in_all
 
 pytest.importorskip("triton")

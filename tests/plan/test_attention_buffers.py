@@ -14,7 +14,7 @@ from glowplug.core.facts.machine import read_sheet
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet
-from glowplug.plugins.attention.flashinfer_mla import WORKSPACE
+from glowplug.plugins.attention.mla.flashinfer import WORKSPACE
 from tests.source_tree import ROOT
 from tests.traced_memory import plugins_of_the_card
 

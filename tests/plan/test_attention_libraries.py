@@ -16,7 +16,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.testing.harness.fakes import TINY_V3, write_model
-from glowplug.plugins.attention import measured
+from glowplug.plugins.attention.shared import decode_choice as measured
 from tests.plan.test_refusals import drafter, with_components
 
 INSTALLED = {"sglang-kernel": "0.4.2.post2", "flashinfer-python": "0.6.11.post1", "triton": "3.6.0"}
@@ -67,7 +67,7 @@ def test_auto_takes_the_measured_one_and_says_so(lite: Path, plugins: PluginSet)
     assert (why.value, why.by) == ("hopper_mla", "auto") and "measured fastest" in why.why
     assert planned(lite, plugins, {"page_size": 16}).choice("attention").name == "triton_mla"
     assert planned(lite, plugins, {"kv_dtype": "fp8_e4m3"}).choice("attention").name == "hopper_mla"
-    assert planned(lite, load_plugins(entry_points=False, block=["glowplug.plugins.attention.hopper_mla"])).choice(
+    assert planned(lite, load_plugins(entry_points=False, block=["glowplug.plugins.attention.mla.hopper"])).choice(
         "attention").name in {"triton_mla", "torch_mla"}
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from glowplug.core.plugin.byte_costs import DecodingRows
-from glowplug.plugins.attention import table_bytes
-from glowplug.plugins.attention.slot_buffers import SlotBuffers
+from glowplug.plugins.attention.shared import table_bytes
+from glowplug.plugins.attention.shared.page_tables import SlotBuffers
 
 CPU = torch.device("cpu")
 

@@ -13,9 +13,9 @@ from glowplug.core.plugin.byte_costs import DecodingRows
 from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import Limits, MlaLayer, Worker
 from glowplug.core.step.batch import Batch
-from glowplug.plugins.attention.paged_mla import PagedMla
-from glowplug.plugins.attention.slot_buffers import SlotBuffers, decoding_rows
-from glowplug.plugins.attention.table_bytes import fa3_mla_bytes, mla_parts
+from glowplug.plugins.attention.shared.mla_base import PagedMla
+from glowplug.plugins.attention.shared.page_tables import SlotBuffers, decoding_rows
+from glowplug.plugins.attention.shared.table_bytes import fa3_mla_bytes, mla_parts
 
 
 @dataclass(eq=False)

@@ -9,9 +9,9 @@ from glowplug.core.plugin.component import Check, CheckContext, Component, Packa
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
 from glowplug.core.plugin.options import AttentionOptions
-from glowplug.plugins.attention.library import HOPPER, SGL_KERNEL
-from glowplug.plugins.attention.prefill_bytes import mha_bytes
-from glowplug.plugins.attention.table_bytes import fa3_mha_bytes
+from glowplug.plugins.attention.shared.hopper_libraries import HOPPER, SGL_KERNEL
+from glowplug.plugins.attention.shared.prefill_bytes import mha_bytes
+from glowplug.plugins.attention.shared.table_bytes import fa3_mha_bytes
 
 NAME = "fa3_mha"
 HEAD = 128  #: numbers of a head
@@ -39,7 +39,7 @@ def check_heads(name: str) -> Check:
 def register_attention_backends() -> list[Component]:
     return [Component(
         name=NAME, options=Fa3MhaOptions, check=check_heads(NAME),
-        factory="glowplug.plugins.attention.fa3_mha_runtime:Fa3Mha",
+        factory="glowplug.plugins.attention.mha.fa3_runtime:Fa3Mha",
         requires=(Package(SGL_KERNEL, ">=0.4.2"), Package("triton", ">=3.5")),
         offers=AttentionOffers(
             kinds=frozenset({"mha"}), devices=frozenset({"cuda"}), compute=HOPPER, dtypes=DTYPES,

@@ -10,11 +10,11 @@ from glowplug.core.plugin.byte_costs import DecodingRows
 from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import Worker
 from glowplug.core.step.batch import Batch
-from glowplug.plugins.attention.fa3_mha_runtime import Fa3Mha
-from glowplug.plugins.attention.library import SIXTEEN_BITS
-from glowplug.plugins.attention.measured import fastest_mha
-from glowplug.plugins.attention.table_bytes import hopper_mha_bytes
-from glowplug.plugins.attention.triton_mha_runtime import TritonMha
+from glowplug.plugins.attention.mha.fa3_runtime import Fa3Mha
+from glowplug.plugins.attention.mha.triton_runtime import TritonMha
+from glowplug.plugins.attention.shared.decode_choice import fastest_mha
+from glowplug.plugins.attention.shared.hopper_libraries import SIXTEEN_BITS
+from glowplug.plugins.attention.shared.table_bytes import hopper_mha_bytes
 
 
 class HopperMha(Fa3Mha):

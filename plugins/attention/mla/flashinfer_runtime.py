@@ -18,12 +18,12 @@ from glowplug.core.layers.rope import RopeConfig
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Limits, MlaLayer, Worker
 from glowplug.core.step.batch import Batch
-from glowplug.plugins.attention.flashinfer_mla import WORKSPACE, FlashInferMlaOptions
-from glowplug.plugins.attention.flashinfer_works import check_layout, set_lengths, shrink
-from glowplug.plugins.attention.paged_mla import PagedMla
-from glowplug.plugins.attention.ragged import RaggedCall, RaggedRows
-from glowplug.plugins.attention.slot_buffers import SlotBuffers, decoding_rows
-from glowplug.plugins.attention.table_bytes import slots_bytes
+from glowplug.plugins.attention.mla.flashinfer import WORKSPACE, FlashInferMlaOptions
+from glowplug.plugins.attention.shared.flashinfer_lengths import check_layout, set_lengths, shrink
+from glowplug.plugins.attention.shared.mla_base import PagedMla
+from glowplug.plugins.attention.shared.page_tables import SlotBuffers, decoding_rows
+from glowplug.plugins.attention.shared.prefill_calls import RaggedCall, RaggedRows
+from glowplug.plugins.attention.shared.table_bytes import slots_bytes
 
 LN2 = math.log(2)
 

@@ -14,10 +14,10 @@ from glowplug.core.plugin.byte_costs import DecodingRows
 from glowplug.core.plugin.component import CheckContext, Component, Package
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
-from glowplug.plugins.attention.absorbed import AbsorbedOptions
-from glowplug.plugins.attention.library import HOPPER, SIXTEEN_BITS, check_kv_is_compute
-from glowplug.plugins.attention.prefill_bytes import mla_bytes
-from glowplug.plugins.attention.table_bytes import slots_bytes
+from glowplug.plugins.attention.shared.absorbed import AbsorbedOptions
+from glowplug.plugins.attention.shared.hopper_libraries import HOPPER, SIXTEEN_BITS, check_kv_is_compute
+from glowplug.plugins.attention.shared.prefill_bytes import mla_bytes
+from glowplug.plugins.attention.shared.table_bytes import slots_bytes
 
 TILE = 128  #: most queries (tokens x heads) of a row that go through the kernel at once
 WORKSPACE = 128 << 20  #: bytes of partial results, as the library's documentation asks for
@@ -52,7 +52,7 @@ def reserves(step: DecodingRows) -> int:
 def register_attention_backends() -> list[Component]:
     return [Component(
         name="flashinfer_mla", options=FlashInferMlaOptions, check=check,
-        factory="glowplug.plugins.attention.flashinfer_mla_runtime:FlashInferMla",
+        factory="glowplug.plugins.attention.mla.flashinfer_runtime:FlashInferMla",
         requires=(Package("flashinfer-python", ">=0.6.11"),),
         offers=AttentionOffers(kinds=frozenset({"mla"}), devices=frozenset({"cuda"}), compute=HOPPER,
                                dtypes=SIXTEEN_BITS, kv_dtypes=SIXTEEN_BITS, first_key=True,

@@ -10,7 +10,7 @@ from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, FLOAT_DTYPES, AttentionOffers
 from glowplug.core.plugin.options import AttentionOptions
 from glowplug.kernels.launch.cards import TILES
-from glowplug.plugins.attention.prefill_bytes import mha_bytes
+from glowplug.plugins.attention.shared.prefill_bytes import mha_bytes
 
 LARGEST = 256  #: numbers of a head whose tiles fit a multiprocessor
 
@@ -30,7 +30,7 @@ def check_triton_mha(context: CheckContext) -> Iterator[Refusal]:
 def register_attention_backends() -> list[Component]:
     return [Component(
         name="triton_mha", options=TritonMhaOptions, check=check_triton_mha,
-        factory="glowplug.plugins.attention.triton_mha_runtime:TritonMha",
+        factory="glowplug.plugins.attention.mha.triton_runtime:TritonMha",
         requires=(Package("triton", ">=3.5"),),
         offers=AttentionOffers(
             devices=frozenset({"cuda"}), kinds=frozenset({"mha"}), kv_dtypes=FLOAT_DTYPES | {"fp8_e4m3", "fp8_e5m2"},

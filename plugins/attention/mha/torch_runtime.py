@@ -12,9 +12,9 @@ from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, Worker
 from glowplug.core.step.batch import Batch
 from glowplug.kernels.mha import reference as mha
 from glowplug.kernels.paged.merge_states_reference import merge_states
-from glowplug.plugins.attention.cache_layout import local_kv_heads, mha_layout
-from glowplug.plugins.attention.paging import Group, GroupLimits, LongRow, plan_groups, store
-from glowplug.plugins.attention.torch_mha import TorchMhaOptions
+from glowplug.plugins.attention.mha.torch import TorchMhaOptions
+from glowplug.plugins.attention.shared.kv_layout import local_kv_heads, mha_layout
+from glowplug.plugins.attention.shared.torch_groups import Group, GroupLimits, LongRow, plan_groups, store
 
 GATHERED_NUMBERS = 1 << 27  #: key and value numbers gathered at once for decoding rows
 PIECE_NUMBERS = 1 << 24  #: the same for prefill rows; a longer cached prefix goes in pieces

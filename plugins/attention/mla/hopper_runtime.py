@@ -9,12 +9,12 @@ from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import MlaLayer, Worker
 from glowplug.core.step.batch import Batch
 from glowplug.kernels.formats.fp8 import Blocks
-from glowplug.plugins.attention.flashmla_runtime import FlashMla
-from glowplug.plugins.attention.library import SIXTEEN_BITS
-from glowplug.plugins.attention.measured import fastest
-from glowplug.plugins.attention.table_bytes import no_bytes
-from glowplug.plugins.attention.triton_mla import TritonMlaOptions
-from glowplug.plugins.attention.triton_mla_runtime import TritonMla
+from glowplug.plugins.attention.mla.flashmla_runtime import FlashMla
+from glowplug.plugins.attention.mla.triton import TritonMlaOptions
+from glowplug.plugins.attention.mla.triton_runtime import TritonMla
+from glowplug.plugins.attention.shared.decode_choice import fastest
+from glowplug.plugins.attention.shared.hopper_libraries import SIXTEEN_BITS
+from glowplug.plugins.attention.shared.table_bytes import no_bytes
 
 
 class HopperMla(FlashMla):

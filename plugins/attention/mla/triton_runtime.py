@@ -12,9 +12,9 @@ from glowplug.kernels.formats.fp8 import Blocks
 from glowplug.kernels.mla import value_projection as mla_values
 from glowplug.kernels.mla.decode import Tiling, decode_parts, mla_decode, ring_fits, tiling
 from glowplug.kernels.mla.prefill import mla_prefill
-from glowplug.plugins.attention.paged_mla import PagedMla
-from glowplug.plugins.attention.ragged import RaggedCall
-from glowplug.plugins.attention.triton_mla import TritonMlaOptions
+from glowplug.plugins.attention.mla.triton import TritonMlaOptions
+from glowplug.plugins.attention.shared.mla_base import PagedMla
+from glowplug.plugins.attention.shared.prefill_calls import RaggedCall
 
 
 @dataclass(frozen=True)

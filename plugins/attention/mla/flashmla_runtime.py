@@ -12,8 +12,8 @@ from glowplug.core.plugin.byte_costs import DecodingRows
 from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import Limits, MlaLayer, Worker
 from glowplug.core.step.batch import Batch
-from glowplug.plugins.attention.fa3_mla_runtime import Fa3Mla
-from glowplug.plugins.attention.table_bytes import slots_bytes
+from glowplug.plugins.attention.mla.fa3_runtime import Fa3Mla
+from glowplug.plugins.attention.shared.table_bytes import slots_bytes
 
 
 @dataclass(eq=False)

@@ -7,10 +7,10 @@ from glowplug.core.plugin.component import Component, Package
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
 from glowplug.core.plugin.options import AttentionOptions
-from glowplug.plugins.attention.fa3_mha import DTYPES, check_heads
-from glowplug.plugins.attention.library import HOPPER, SGL_KERNEL
-from glowplug.plugins.attention.prefill_bytes import mha_bytes
-from glowplug.plugins.attention.table_bytes import hopper_mha_bytes
+from glowplug.plugins.attention.mha.fa3 import DTYPES, check_heads
+from glowplug.plugins.attention.shared.hopper_libraries import HOPPER, SGL_KERNEL
+from glowplug.plugins.attention.shared.prefill_bytes import mha_bytes
+from glowplug.plugins.attention.shared.table_bytes import hopper_mha_bytes
 
 
 class HopperMhaOptions(AttentionOptions):
@@ -21,7 +21,7 @@ class HopperMhaOptions(AttentionOptions):
 def register_attention_backends() -> list[Component]:
     return [Component(
         name="hopper_mha", options=HopperMhaOptions, check=check_heads("hopper_mha"),
-        factory="glowplug.plugins.attention.hopper_mha_runtime:HopperMha",
+        factory="glowplug.plugins.attention.mha.hopper_runtime:HopperMha",
         requires=(Package(SGL_KERNEL, ">=0.4.2"), Package("triton", ">=3.5")),
         offers=AttentionOffers(
             kinds=frozenset({"mha"}), devices=frozenset({"cuda"}), compute=HOPPER, dtypes=DTYPES,

@@ -12,7 +12,7 @@ from glowplug.core.protocols import Worker
 from glowplug.core.step.batch import Batch
 from glowplug.kernels.mha.decode import Tiling, mha_decode, tiling
 from glowplug.kernels.mha.prefill import mha_prefill
-from glowplug.plugins.attention.paged_mha import PagedMha
+from glowplug.plugins.attention.shared.mha_base import PagedMha
 
 
 @dataclass(frozen=True)

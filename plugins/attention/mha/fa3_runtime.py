@@ -14,9 +14,9 @@ from glowplug.core.plugin.byte_costs import DecodingRows
 from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import Limits, Worker
 from glowplug.core.step.batch import Batch
-from glowplug.plugins.attention.paged_mha import PagedMha
-from glowplug.plugins.attention.slot_buffers import SlotBuffers, decoding_rows
-from glowplug.plugins.attention.table_bytes import SMALL_PAGE, fa3_mha_bytes, mha_parts
+from glowplug.plugins.attention.shared.mha_base import PagedMha
+from glowplug.plugins.attention.shared.page_tables import SlotBuffers, decoding_rows
+from glowplug.plugins.attention.shared.table_bytes import SMALL_PAGE, fa3_mha_bytes, mha_parts
 
 
 @dataclass(eq=False)

@@ -20,10 +20,10 @@ from glowplug.core.step.batch import Batch
 from glowplug.kernels.formats.fp8 import BLOCK, Blocks
 from glowplug.kernels.mla import reference as mla
 from glowplug.kernels.paged import merge_states_reference as merge
-from glowplug.plugins.attention.absorbed import stored_is_faster
-from glowplug.plugins.attention.cache_layout import kv_layers
-from glowplug.plugins.attention.prefill_bytes import most_keys
-from glowplug.plugins.attention.ragged import RaggedCall, RaggedRows, plan_ragged
+from glowplug.plugins.attention.shared.absorbed import stored_is_faster
+from glowplug.plugins.attention.shared.kv_layout import kv_layers
+from glowplug.plugins.attention.shared.prefill_bytes import most_keys
+from glowplug.plugins.attention.shared.prefill_calls import RaggedCall, RaggedRows, plan_ragged
 
 Expand = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 

@@ -21,7 +21,7 @@ class TorchMlaOptions(AttentionOptions):
 def register_attention_backends() -> list[Component]:
     return [Component(
         name="torch_mla", options=TorchMlaOptions,
-        factory="glowplug.plugins.attention.torch_mla_runtime:TorchMla",
+        factory="glowplug.plugins.attention.mla.torch_runtime:TorchMla",
         offers=AttentionOffers(kinds=frozenset({"mla"}), modes=dict(EVERY_MODE_EAGER),
                                first_key=True),
         summary="latent attention in plain torch (CPU and CUDA)")]

@@ -6,10 +6,10 @@ from typing import Literal
 from glowplug.core.plugin.component import Component, Package
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
-from glowplug.plugins.attention.absorbed import AbsorbedOptions
-from glowplug.plugins.attention.library import HOPPER, SGL_KERNEL, SIXTEEN_BITS, check_kv_is_compute
-from glowplug.plugins.attention.prefill_bytes import mla_bytes
-from glowplug.plugins.attention.table_bytes import fa3_mla_bytes
+from glowplug.plugins.attention.shared.absorbed import AbsorbedOptions
+from glowplug.plugins.attention.shared.hopper_libraries import HOPPER, SGL_KERNEL, SIXTEEN_BITS, check_kv_is_compute
+from glowplug.plugins.attention.shared.prefill_bytes import mla_bytes
+from glowplug.plugins.attention.shared.table_bytes import fa3_mla_bytes
 
 
 class Fa3MlaOptions(AbsorbedOptions):
@@ -20,7 +20,7 @@ class Fa3MlaOptions(AbsorbedOptions):
 def register_attention_backends() -> list[Component]:
     return [Component(
         name="fa3_mla", options=Fa3MlaOptions, check=check_kv_is_compute("fa3_mla"),
-        factory="glowplug.plugins.attention.fa3_mla_runtime:Fa3Mla",
+        factory="glowplug.plugins.attention.mla.fa3_runtime:Fa3Mla",
         requires=(Package(SGL_KERNEL, ">=0.4.2"),),
         offers=AttentionOffers(
             kinds=frozenset({"mla"}), devices=frozenset({"cuda"}), compute=HOPPER, dtypes=SIXTEEN_BITS,

@@ -9,11 +9,11 @@ from glowplug.core.plugin.component import CheckContext, Component, Package
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
 from glowplug.kernels.launch.cuda_arch import SHORT, SHORT_CONTEXT
-from glowplug.plugins.attention.absorbed import AbsorbedOptions
-from glowplug.plugins.attention.flashmla import PAGE
-from glowplug.plugins.attention.library import HOPPER, SGL_KERNEL, SIXTEEN_BITS, check_kv_is_compute
-from glowplug.plugins.attention.measured import Line, line, short_rows
-from glowplug.plugins.attention.prefill_bytes import mla_bytes
+from glowplug.plugins.attention.mla.flashmla import PAGE
+from glowplug.plugins.attention.shared.absorbed import AbsorbedOptions
+from glowplug.plugins.attention.shared.decode_choice import Line, line, short_rows
+from glowplug.plugins.attention.shared.hopper_libraries import HOPPER, SGL_KERNEL, SIXTEEN_BITS, check_kv_is_compute
+from glowplug.plugins.attention.shared.prefill_bytes import mla_bytes
 
 FIELD = "kernels.decode_attention"
 NAMES = {"triton": "our own kernel", "flashmla": "FlashMLA"}
@@ -52,7 +52,7 @@ def _words(line: Line) -> str:
 def register_attention_backends() -> list[Component]:
     return [Component(
         name="hopper_mla", options=HopperMlaOptions, check=check_kv_is_compute("hopper_mla"),
-        factory="glowplug.plugins.attention.hopper_mla_runtime:HopperMla",
+        factory="glowplug.plugins.attention.mla.hopper_runtime:HopperMla",
         requires=(Package(SGL_KERNEL, ">=0.4.2"), Package("triton", ">=3.5")),
         offers=AttentionOffers(
             kinds=frozenset({"mla"}), devices=frozenset({"cuda"}), compute=HOPPER, dtypes=SIXTEEN_BITS,

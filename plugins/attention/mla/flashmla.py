@@ -8,10 +8,10 @@ from glowplug.core.errors import Refusal
 from glowplug.core.plugin.component import CheckContext, Component, Package
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, AttentionOffers, Capture, Mode
-from glowplug.plugins.attention.absorbed import AbsorbedOptions
-from glowplug.plugins.attention.library import HOPPER, SGL_KERNEL, SIXTEEN_BITS, check_kv_is_compute
-from glowplug.plugins.attention.prefill_bytes import mla_bytes
-from glowplug.plugins.attention.table_bytes import slots_bytes
+from glowplug.plugins.attention.shared.absorbed import AbsorbedOptions
+from glowplug.plugins.attention.shared.hopper_libraries import HOPPER, SGL_KERNEL, SIXTEEN_BITS, check_kv_is_compute
+from glowplug.plugins.attention.shared.prefill_bytes import mla_bytes
+from glowplug.plugins.attention.shared.table_bytes import slots_bytes
 
 PAGE = 64  #: the only page size its kernels read
 FP8 = "fp8_e4m3"
@@ -47,7 +47,7 @@ def check(context: CheckContext) -> Iterator[Refusal]:
 def register_attention_backends() -> list[Component]:
     return [Component(
         name="flashmla", options=FlashMlaOptions, check=check,
-        factory="glowplug.plugins.attention.flashmla_runtime:FlashMla",
+        factory="glowplug.plugins.attention.mla.flashmla_runtime:FlashMla",
         requires=(Package(SGL_KERNEL, ">=0.4.2"),),
         offers=AttentionOffers(
             kinds=frozenset({"mla"}), devices=frozenset({"cuda"}), compute=HOPPER, dtypes=SIXTEEN_BITS,

@@ -17,7 +17,7 @@ class TorchMhaOptions(AttentionOptions):
 def register_attention_backends() -> list[Component]:
     return [Component(
         name="torch_mha", options=TorchMhaOptions,
-        factory="glowplug.plugins.attention.torch_mha_runtime:TorchMha",
+        factory="glowplug.plugins.attention.mha.torch_runtime:TorchMha",
         offers=AttentionOffers(kinds=frozenset({"mha"}), modes=dict(EVERY_MODE_EAGER),
                                first_key=True),
         summary="multi-head and grouped-query attention in plain torch (CPU and CUDA)")]

@@ -7,8 +7,8 @@ from glowplug.core.plugin.component import Component, Package
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, FLOAT_DTYPES, AttentionOffers, Capture, Mode
 from glowplug.kernels.launch.cards import TILES
-from glowplug.plugins.attention.absorbed import AbsorbedOptions, check_absorbed
-from glowplug.plugins.attention.prefill_bytes import mla_bytes
+from glowplug.plugins.attention.shared.absorbed import AbsorbedOptions, check_absorbed
+from glowplug.plugins.attention.shared.prefill_bytes import mla_bytes
 
 
 class TritonMlaOptions(AbsorbedOptions):
@@ -19,7 +19,7 @@ class TritonMlaOptions(AbsorbedOptions):
 def register_attention_backends() -> list[Component]:
     return [Component(
         name="triton_mla", options=TritonMlaOptions, check=check_absorbed,
-        factory="glowplug.plugins.attention.triton_mla_runtime:TritonMla",
+        factory="glowplug.plugins.attention.mla.triton_runtime:TritonMla",
         requires=(Package("triton", ">=3.5"),),
         offers=AttentionOffers(
             devices=frozenset({"cuda"}), kinds=frozenset({"mla"}), kv_dtypes=FLOAT_DTYPES | {"fp8_e4m3"},

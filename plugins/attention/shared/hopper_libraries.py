@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from glowplug.core.errors import Refusal
 from glowplug.core.plugin.component import Check, CheckContext
 from glowplug.kernels.launch import cards
-from glowplug.plugins.attention.absorbed import check_absorbed
+from glowplug.plugins.attention.shared.absorbed import check_absorbed
 
 SGL_KERNEL = "sglang-kernel"  #: the distribution; it is imported as ``sgl_kernel``
 HOPPER = frozenset({cards.HOPPER})

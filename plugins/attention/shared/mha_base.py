@@ -16,7 +16,7 @@ from glowplug.core.plugin.options import AttentionOptions
 from glowplug.core.protocols import Limits, MhaLayer, MlaLayer, ProjectedMla, Worker
 from glowplug.core.step.batch import Batch
 from glowplug.kernels.mha.store import mha_store
-from glowplug.plugins.attention.cache_layout import local_kv_heads, mha_layout
+from glowplug.plugins.attention.shared.kv_layout import local_kv_heads, mha_layout
 
 
 class PagedMha:

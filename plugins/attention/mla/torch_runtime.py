@@ -14,8 +14,9 @@ from glowplug.kernels.elementwise import cpu_small as few
 from glowplug.kernels.mha import reference as mha
 from glowplug.kernels.mla import reference as mla
 from glowplug.kernels.paged.merge_states_reference import merge_states
-from glowplug.plugins.attention.cache_layout import kv_layers
-from glowplug.plugins.attention.paging import (
+from glowplug.plugins.attention.mla.torch import TorchMlaOptions
+from glowplug.plugins.attention.shared.kv_layout import kv_layers
+from glowplug.plugins.attention.shared.torch_groups import (
     Group,
     GroupLimits,
     HostRow,
@@ -24,7 +25,6 @@ from glowplug.plugins.attention.paging import (
     plan_groups,
     store,
 )
-from glowplug.plugins.attention.torch_mla import TorchMlaOptions
 
 GATHERED_NUMBERS = 1 << 26  #: latent numbers gathered at once for decoding rows
 EXPANDED_NUMBERS = 1 << 24  #: key and value numbers expanded from latents at once for prefill rows
