@@ -15,7 +15,7 @@ from glowplug.core.plugin.component import Component
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import EVERY_MODE_EAGER, AttentionOffers, QuantizationOffers, SamplerOffers
 from glowplug.plugins.attention.mla.torch import TorchMlaOptions
-from glowplug.plugins.quantization.block_fp8 import BlockFp8Options
+from glowplug.plugins.quantization.block_fp8.plugin import BlockFp8Options
 from glowplug.plugins.sampling.torch_sampler import TorchSamplerOptions
 
 

@@ -14,7 +14,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Limits, MlaLayer, QuantizationScheme, Sampled, Worker
 from glowplug.core.step.request import SamplingParams
 from glowplug.plugins.attention.mla.torch_runtime import TorchMla
-from glowplug.plugins.quantization.block_fp8_runtime import BlockFp8
+from glowplug.plugins.quantization.block_fp8.cpu import BlockFp8
 from glowplug.plugins.quantization.none_runtime import NoQuantization
 from glowplug.plugins.sampling.torch_sampler_runtime import TorchSampler
 from tests.teacher import KeeperOptions, PlainTorchOptions, RoundedMlaOptions, TeacherOptions

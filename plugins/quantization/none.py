@@ -7,7 +7,7 @@ from glowplug.core.plugin.component import Component
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import QuantizationOffers
 from glowplug.core.plugin.options import QuantizationOptions
-from glowplug.plugins.quantization.experts_bytes import dense_experts
+from glowplug.plugins.quantization.shared.expert_bytes import dense_experts
 
 
 class NoQuantizationOptions(QuantizationOptions):

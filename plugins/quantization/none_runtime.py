@@ -8,8 +8,8 @@ import torch
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import ExpertsMethod, ExpertsShape, LinearShape, Worker
 from glowplug.kernels.launch.cards import tiles_run_on
-from glowplug.plugins.quantization.dense import DenseExperts, DenseLinear
-from glowplug.plugins.quantization.dense_linear_cuda import CudaLinear
+from glowplug.plugins.quantization.dense.layers import DenseExperts, DenseLinear
+from glowplug.plugins.quantization.dense.layers_cuda import CudaLinear
 
 if TYPE_CHECKING:
     from glowplug.plugins.quantization.none import NoQuantizationOptions
@@ -32,7 +32,7 @@ class NoQuantization:
 
     def experts(self, shape: ExpertsShape) -> ExpertsMethod:
         if self.fuses_shared:
-            from glowplug.plugins.quantization.dense_cuda import CudaExperts
+            from glowplug.plugins.quantization.dense.experts_cuda import CudaExperts
 
             return CudaExperts(shape, self._dtype, self._device)
         return DenseExperts(shape, self._dtype, self._device)

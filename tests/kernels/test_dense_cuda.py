@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from glowplug.core.protocols import ExpertsShape
 from glowplug.kernels.elementwise.activation_reference import silu_and_mul
 from glowplug.kernels.moe import reference as moe
-from glowplug.plugins.quantization.dense_cuda import CudaExperts
+from glowplug.plugins.quantization.dense.experts_cuda import CudaExperts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -17,7 +17,7 @@ from glowplug.kernels.elementwise.activation_reference import silu_and_mul as si
 from glowplug.kernels.formats import fp8, fp8_triton as fp8_quant
 from glowplug.kernels.moe import align as moe_align, experts as moe_experts, route, sort as moe_sort, sum as moe_sum
 from glowplug.kernels.moe.fp8 import gemm as moe_gemm_fp8, tiles as moe_fp8_tiles
-from glowplug.plugins.quantization.block_fp8_cuda import grouped
+from glowplug.plugins.quantization.block_fp8.cuda import grouped
 from tests.kernels.replays import BF16, FP8_ERROR, Case, Results, check, distance, randn
 from tests.kernels.test_triton_route import reference
 

@@ -104,7 +104,7 @@ def test_bfloat16(size: int, depth: int, config: Config) -> None:
 @pytest.mark.gpu
 def test_a_head_with_a_table(own_tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from glowplug.core.protocols import LinearShape
-    from glowplug.plugins.quantization.dense_linear_cuda import CudaLinear
+    from glowplug.plugins.quantization.dense.layers_cuda import CudaLinear
 
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("for Hopper")

@@ -15,7 +15,7 @@ from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.kernels.moe import tiles as moe_tiles, tuning as moe_tuning
 from glowplug.kernels.moe.align import max_blocks
 from glowplug.kernels.moe.tiles import Problem
-from glowplug.plugins.quantization.experts_bytes import dense_experts
+from glowplug.plugins.quantization.shared.expert_bytes import dense_experts
 from tests.tables import forget
 
 PROBLEM = Problem(66, 8, 2048, 1408, "bfloat16")

@@ -31,7 +31,7 @@ def test_parts_add_up(tokens: int, size: int, depth: int) -> None:
     from glowplug.core.protocols import Parts
     from glowplug.kernels.elementwise import norm
     from glowplug.kernels.gemm import split_depth as slice_gemm
-    from glowplug.plugins.quantization.dense_linear_cuda import _parts
+    from glowplug.plugins.quantization.dense.layers_cuda import _parts
 
     generator = torch.Generator("cuda").manual_seed(tokens)
     x, weight, residual = (torch.randn(shape, generator=generator, device="cuda").mul_(scale).bfloat16()

@@ -20,11 +20,11 @@ if DEVICE == "cpu":
 from glowplug.core.protocols import ExpertsShape, LinearShape, Quantized  # noqa: E402
 from glowplug.kernels.elementwise.activation_reference import silu_and_mul  # noqa: E402
 from glowplug.kernels.formats import fp8, fp8_triton as fp8_quant  # noqa: E402
-from glowplug.plugins.quantization import fp8_gemm  # noqa: E402
-from glowplug.plugins.quantization.block_fp8 import HALVES  # noqa: E402
-from glowplug.plugins.quantization.block_fp8_cuda import Fp8ExpertsCuda, Fp8LinearCuda, grouped  # noqa: E402
-from glowplug.plugins.quantization.fp8_gemm import Providers  # noqa: E402
-from glowplug.plugins.quantization.fp8_grouped import Grouped  # noqa: E402
+from glowplug.plugins.quantization.block_fp8 import gemm_providers as fp8_gemm  # noqa: E402
+from glowplug.plugins.quantization.block_fp8.cuda import Fp8ExpertsCuda, Fp8LinearCuda, grouped  # noqa: E402
+from glowplug.plugins.quantization.block_fp8.gemm_providers import Providers  # noqa: E402
+from glowplug.plugins.quantization.block_fp8.grouped import Grouped  # noqa: E402
+from glowplug.plugins.quantization.block_fp8.plugin import HALVES  # noqa: E402
 
 TOLERANCE = 4e-3 if DEVICE == "cuda" else 0.12
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32

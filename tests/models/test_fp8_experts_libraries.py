@@ -20,13 +20,13 @@ if DEVICE == "cpu":
 from glowplug.core.errors import GlowplugError  # noqa: E402
 from glowplug.core.testing.harness.plans import bare_plan  # noqa: E402
 from glowplug.kernels.formats import fp8, fp8_triton as fp8_quant  # noqa: E402
-from glowplug.plugins.quantization import fp8_masked  # noqa: E402
-from glowplug.plugins.quantization.block_fp8 import BlockFp8Options  # noqa: E402
-from glowplug.plugins.quantization.block_fp8_cuda import BlockFp8Cuda, grouped  # noqa: E402
-from glowplug.plugins.quantization.experts_bytes import TILE  # noqa: E402
-from glowplug.plugins.quantization.fp8_cutlass import Cutlass  # noqa: E402
-from glowplug.plugins.quantization.fp8_grouped import Grouped  # noqa: E402
-from glowplug.plugins.quantization.fp8_masked import Masked  # noqa: E402
+from glowplug.plugins.quantization.block_fp8 import masked as fp8_masked  # noqa: E402
+from glowplug.plugins.quantization.block_fp8.cuda import BlockFp8Cuda, grouped  # noqa: E402
+from glowplug.plugins.quantization.block_fp8.cutlass import Cutlass  # noqa: E402
+from glowplug.plugins.quantization.block_fp8.grouped import Grouped  # noqa: E402
+from glowplug.plugins.quantization.block_fp8.masked import Masked  # noqa: E402
+from glowplug.plugins.quantization.block_fp8.plugin import BlockFp8Options  # noqa: E402
+from glowplug.plugins.quantization.shared.expert_bytes import TILE  # noqa: E402
 from tests.models.test_fp8_grouped import EXPERTS, HIDDEN, INTER, WIDTH, blocks, wanted_of  # noqa: E402
 
 Pair = tuple[Tensor, Tensor]

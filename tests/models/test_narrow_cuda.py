@@ -22,10 +22,10 @@ from glowplug.core.protocols import ExpertsShape, LinearShape, Quantized, Worker
 from glowplug.core.testing.harness.build import plan_for  # noqa: E402
 from glowplug.kernels.elementwise.activation_reference import silu_and_mul  # noqa: E402
 from glowplug.kernels.formats import int8, int8_triton as int8_quant  # noqa: E402
-from glowplug.plugins.quantization.awq import AwqOptions  # noqa: E402
-from glowplug.plugins.quantization.awq_cuda import AwqCuda  # noqa: E402
-from glowplug.plugins.quantization.w8a8_int8 import W8A8Int8Options  # noqa: E402
-from glowplug.plugins.quantization.w8a8_int8_cuda import W8A8Int8Cuda  # noqa: E402
+from glowplug.plugins.quantization.awq.cuda import AwqCuda  # noqa: E402
+from glowplug.plugins.quantization.awq.plugin import AwqOptions  # noqa: E402
+from glowplug.plugins.quantization.int8.cuda import W8A8Int8Cuda  # noqa: E402
+from glowplug.plugins.quantization.int8.plugin import W8A8Int8Options  # noqa: E402
 from tests.narrow import AWQ, INT8, awq_matrix, int8_matrix, tiny_facts  # noqa: E402
 
 DTYPES = (torch.bfloat16, torch.float16) if DEVICE == "cuda" else (torch.float32,)

@@ -9,7 +9,7 @@ import pytest
 from glowplug.core.plugin.component import CheckContext, Chosen
 from glowplug.plugins.attention.mla.triton import TritonMlaOptions
 from glowplug.plugins.attention.shared.absorbed import MOST, check_absorbed, stored_is_faster
-from glowplug.plugins.quantization.block_fp8 import BlockFp8Options, register_quantization_schemes
+from glowplug.plugins.quantization.block_fp8.plugin import BlockFp8Options, register_quantization_schemes
 from glowplug.plugins.quantization.none import NoQuantizationOptions, register_quantization_schemes as plain
 
 

@@ -19,7 +19,7 @@ from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.testing.harness.fakes import write_model
 from glowplug.kernels.launch import tuned_tables as tuned
-from glowplug.plugins.quantization import gemm_order, tuned_tables
+from glowplug.plugins.quantization.shared import provider_choice as gemm_order, tuned_tables
 from tests.narrow import AWQ
 from tests.tables import forget
 
@@ -381,7 +381,7 @@ class TestTunedTables:
 
     def test_what_is_said_of_who_multiplies_is_what_runs(self) -> None:
         pytest.importorskip("triton")
-        from glowplug.plugins.quantization import fp8_gemm
+        from glowplug.plugins.quantization.block_fp8 import gemm_providers as fp8_gemm
 
         providers = fp8_gemm.Providers("auto", {})
         assert tuple(providers._order(gemm_order.FEW, 512, 512)) == gemm_order.UNMEASURED_FEW

@@ -26,11 +26,11 @@ def test_cards(card: None, tiles: bool, unfit: str) -> None:
 @pytest.mark.parametrize("card", [(10, 0)], indirect=True)
 def test_libraries_for_hopper_are_not_asked_on_another_card(card: None) -> None:
     pytest.importorskip("triton")
-    from glowplug.plugins.quantization.fp8_cutlass import Cutlass
-    from glowplug.plugins.quantization.fp8_gemm import Providers
-    from glowplug.plugins.quantization.fp8_grouped import Grouped
-    from glowplug.plugins.quantization.fp8_masked import Masked
-    from glowplug.plugins.quantization.w8a8_int8_cuda import Multiply
+    from glowplug.plugins.quantization.block_fp8.cutlass import Cutlass
+    from glowplug.plugins.quantization.block_fp8.gemm_providers import Providers
+    from glowplug.plugins.quantization.block_fp8.grouped import Grouped
+    from glowplug.plugins.quantization.block_fp8.masked import Masked
+    from glowplug.plugins.quantization.int8.cuda import Multiply
 
     table = {"N=512,K=512": {"64": "cutlass"}}
     chosen = Providers("auto", table)

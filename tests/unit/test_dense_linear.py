@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from glowplug.core.protocols import LinearShape, Quantized
-from glowplug.plugins.quantization.dense import DenseLinear
-from glowplug.plugins.quantization.dense_linear_cuda import CudaLinear
+from glowplug.plugins.quantization.dense.layers import DenseLinear
+from glowplug.plugins.quantization.dense.layers_cuda import CudaLinear
 
 ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 

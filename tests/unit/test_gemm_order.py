@@ -12,8 +12,10 @@ import torch
 pytest.importorskip("triton")
 
 from glowplug.kernels.launch import tuned_tables as tuned
-from glowplug.plugins.quantization import awq_cuda, gemm_order, libraries, w8a8_int8_cuda
-from glowplug.plugins.quantization.gemm_order import AWQ, AWQ_ROWS, INT8, INT8_ROWS, ByShape
+from glowplug.plugins.quantization.awq import cuda as awq_cuda
+from glowplug.plugins.quantization.int8 import cuda as w8a8_int8_cuda
+from glowplug.plugins.quantization.shared import libraries, provider_choice as gemm_order
+from glowplug.plugins.quantization.shared.provider_choice import AWQ, AWQ_ROWS, INT8, INT8_ROWS, ByShape
 
 CARD = "NVIDIA H200"
 RECORD = json.loads((Path(__file__).parents[2] / "docs" / "benchmarks" / "narrow-h200.json").read_text())["linear"]

@@ -150,7 +150,7 @@ def test_the_experts_tables_are_where_the_kernels_look(capsys: pytest.CaptureFix
 
 def test_a_damaged_table_is_named(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    from glowplug.plugins.quantization.tune_moe import rows_in
+    from glowplug.plugins.quantization.tuning.dense_experts import rows_in
 
     path = tmp_path / "E=8.json"
     assert rows_in(path) == ()

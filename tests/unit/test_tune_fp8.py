@@ -18,7 +18,7 @@ from glowplug.core.testing.harness.plans import bare_plan
 from glowplug.kernels.gemm import tuning_fp8 as fp8_tuning
 from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.kernels.moe import tuning as moe_tuning
-from glowplug.plugins.quantization import tune_fp8, tune_moe
+from glowplug.plugins.quantization.tuning import dense_experts as tune_moe, fp8 as tune_fp8
 
 ROWS = (8, 128)
 

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from glowplug.core.protocols import ExpertsShape
 from glowplug.core.startup.layer_shapes import LayerShapes
 from glowplug.kernels.moe.fp8 import tiles as moe_fp8_tiles, tuning as moe_fp8_tuning
-from glowplug.plugins.quantization.tune_fp8_experts import Fp8ExpertsTuner
+from glowplug.plugins.quantization.tuning.fp8_experts import Fp8ExpertsTuner
 
 V3 = moe_fp8_tuning.Problem(257, 9, 7168, 2048, 1)
 

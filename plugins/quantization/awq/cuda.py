@@ -23,13 +23,13 @@ from glowplug.kernels.formats import awq as layout
 from glowplug.kernels.gemm import int4_awq as awq_gemm
 from glowplug.kernels.moe.narrow import int4_awq as moe_gemm_awq
 from glowplug.kernels.moe.sum import moe_sum
-from glowplug.plugins.quantization.awq_runtime import Awq, Put, Source
-from glowplug.plugins.quantization.dense import Biased, expert_slices, linear_slices
-from glowplug.plugins.quantization.dense_cuda import shared_slices
-from glowplug.plugins.quantization.gemm_order import AWQ, AWQ_ROWS, ByShape, Table
+from glowplug.plugins.quantization.awq.cpu import Awq, Put, Source
+from glowplug.plugins.quantization.dense.experts_cuda import shared_slices
+from glowplug.plugins.quantization.dense.layers import Biased, expert_slices, linear_slices
+from glowplug.plugins.quantization.shared.provider_choice import AWQ, AWQ_ROWS, ByShape, Table
 
 if TYPE_CHECKING:
-    from glowplug.plugins.quantization.awq import AwqOptions
+    from glowplug.plugins.quantization.awq.plugin import AwqOptions
 
 WHOLE = slice(None)
 

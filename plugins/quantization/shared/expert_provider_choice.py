@@ -9,9 +9,9 @@ from glowplug.core.plan.plan import Decision
 from glowplug.core.plugin.component import CheckContext
 from glowplug.kernels.launch.cards import LIBRARIES as LIBRARY_CARDS
 from glowplug.kernels.moe.fp8 import tiles as moe_fp8_tiles
-from glowplug.plugins.quantization.block_fp8 import BlockFp8Options
-from glowplug.plugins.quantization.experts_bytes import DEEP_GEMM, GROUP, LEAST_LOAD, by_dtype
-from glowplug.plugins.quantization.gemm_order import on_device
+from glowplug.plugins.quantization.block_fp8.plugin import BlockFp8Options
+from glowplug.plugins.quantization.shared.expert_bytes import DEEP_GEMM, GROUP, LEAST_LOAD, by_dtype
+from glowplug.plugins.quantization.shared.provider_choice import on_device
 
 FIELD = "quantization.experts"
 

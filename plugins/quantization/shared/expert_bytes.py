@@ -17,7 +17,7 @@ from glowplug.kernels.moe import tiles as moe_tiles
 from glowplug.kernels.moe.fp8 import tiles as moe_fp8_tiles
 
 if TYPE_CHECKING:
-    from glowplug.plugins.quantization.block_fp8 import BlockFp8Options
+    from glowplug.plugins.quantization.block_fp8.plugin import BlockFp8Options
 
 GROUP = 128  #: numbers with one scale
 CAST = 1 + SHOWN / GROUP  #: bytes of a number as FP8 products read it, its scale's share among them

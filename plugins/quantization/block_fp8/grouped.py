@@ -14,8 +14,8 @@ from glowplug.core.errors import GlowplugError
 from glowplug.kernels.formats import fp8_triton as fp8_quant
 from glowplug.kernels.moe.align import Alignment, align
 from glowplug.kernels.moe.sort import gather_rows, sum_placed
-from glowplug.plugins.quantization.experts_bytes import TILE, grouped_pays
-from glowplug.plugins.quantization.libraries import library
+from glowplug.plugins.quantization.shared.expert_bytes import TILE, grouped_pays
+from glowplug.plugins.quantization.shared.libraries import library
 
 USUAL_LOAD = 256  #: what DeepGEMM is told to expect, the same at any load so that it compiles one kernel a product
 LIBRARY = "deep_gemm"

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from glowplug.core.protocols import LinearShape, Parts, Quantized
 from glowplug.kernels.launch.cards import tiles_run_on
-from glowplug.plugins.quantization.dense import DenseLinear
+from glowplug.plugins.quantization.dense.layers import DenseLinear
 
 HALF = (torch.bfloat16, torch.float16)
 

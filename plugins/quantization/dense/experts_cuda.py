@@ -14,7 +14,7 @@ from glowplug.kernels.launch import dependent_launch as dependent
 from glowplug.kernels.moe import experts as moe_experts
 from glowplug.kernels.moe.gemm import Early
 from glowplug.kernels.moe.sum import moe_sum
-from glowplug.plugins.quantization.dense import PARTS13, expert_slices
+from glowplug.plugins.quantization.dense.layers import PARTS13, expert_slices
 
 
 def shared_slices(shape: ExpertsShape) -> Iterator[tuple[str, tuple[int, int], slice | None]]:

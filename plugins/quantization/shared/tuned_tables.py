@@ -9,7 +9,7 @@ from glowplug.core.plugin.component import CheckContext
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.kernels.launch.cards import TILES
-from glowplug.plugins.quantization import experts_order, gemm_order
+from glowplug.plugins.quantization.shared import expert_provider_choice as experts_order, provider_choice as gemm_order
 
 MADE_FOR = re.compile(r"device_name=(?P<card>[^,]+),.*triton=(?P<triton>[\d.]+)\.json")
 FIELD = "kernels.tables"

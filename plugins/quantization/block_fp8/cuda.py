@@ -25,24 +25,24 @@ from glowplug.kernels.formats import fp8, fp8_triton as fp8_quant
 from glowplug.kernels.moe import gemm_hopper as moe_gemm_hopper
 from glowplug.kernels.moe.fp8 import gemm as moe_gemm_fp8, tiles as moe_fp8_tiles
 from glowplug.kernels.moe.sum import moe_sum
-from glowplug.plugins.quantization.block_fp8_runtime import BlockFp8
-from glowplug.plugins.quantization.block_fp8_weights import (
+from glowplug.plugins.quantization.block_fp8.cpu import BlockFp8
+from glowplug.plugins.quantization.block_fp8.cutlass import Cutlass
+from glowplug.plugins.quantization.block_fp8.expert_libraries import GroupedExperts
+from glowplug.plugins.quantization.block_fp8.gemm_providers import Providers
+from glowplug.plugins.quantization.block_fp8.grouped import Grouped
+from glowplug.plugins.quantization.block_fp8.masked import Masked
+from glowplug.plugins.quantization.block_fp8.weights import (
     BLOCK,
     SlicedMatrix,
     StoredMatrix,
     blocks,
     whole_blocks,
 )
-from glowplug.plugins.quantization.dense import PARTS13, Biased, expert_slices, linear_slices
-from glowplug.plugins.quantization.experts_bytes import by_dtype
-from glowplug.plugins.quantization.experts_library import GroupedExperts
-from glowplug.plugins.quantization.fp8_cutlass import Cutlass
-from glowplug.plugins.quantization.fp8_gemm import Providers
-from glowplug.plugins.quantization.fp8_grouped import Grouped
-from glowplug.plugins.quantization.fp8_masked import Masked
+from glowplug.plugins.quantization.dense.layers import PARTS13, Biased, expert_slices, linear_slices
+from glowplug.plugins.quantization.shared.expert_bytes import by_dtype
 
 if TYPE_CHECKING:
-    from glowplug.plugins.quantization.block_fp8 import BlockFp8Options
+    from glowplug.plugins.quantization.block_fp8.plugin import BlockFp8Options
 
 FORMAT = "fp8_group128"
 

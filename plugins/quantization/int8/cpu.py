@@ -27,11 +27,11 @@ from glowplug.core.protocols import (
 )
 from glowplug.kernels.elementwise.activation_reference import silu_and_mul
 from glowplug.kernels.formats import int8
-from glowplug.plugins.quantization.dense import DenseExperts, DenseLinear, expert_slices, linear_slices
-from glowplug.plugins.quantization.left_alone import left_alone, listed
+from glowplug.plugins.quantization.dense.layers import DenseExperts, DenseLinear, expert_slices, linear_slices
+from glowplug.plugins.quantization.shared.skipped_modules import left_alone, listed
 
 if TYPE_CHECKING:
-    from glowplug.plugins.quantization.w8a8_int8 import W8A8Int8Options
+    from glowplug.plugins.quantization.int8.plugin import W8A8Int8Options
 
 STORED = "int8"
 Put = Callable[[Tensor, Tensor], None]
@@ -40,7 +40,7 @@ Put = Callable[[Tensor, Tensor], None]
 def w8a8_int8(options: W8A8Int8Options, plan: EnginePlan, worker: Worker) -> QuantizationScheme:
     """The scheme for ``worker``'s device: products in int8 on CUDA, of dequantised weights elsewhere."""
     if torch.device(worker.device).type == "cuda" and options.activations != "none":
-        from glowplug.plugins.quantization.w8a8_int8_cuda import W8A8Int8Cuda  # it imports this module
+        from glowplug.plugins.quantization.int8.cuda import W8A8Int8Cuda  # it imports this module
 
         return W8A8Int8Cuda(options, plan, worker)
     return W8A8Int8(options, plan, worker)

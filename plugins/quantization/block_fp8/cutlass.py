@@ -8,8 +8,8 @@ from torch import Tensor
 from glowplug.kernels.moe.fp8 import library_layouts as moe_places
 from glowplug.kernels.moe.fp8.library_layouts import Packed
 from glowplug.kernels.moe.sort import sum_placed
-from glowplug.plugins.quantization.experts_bytes import CUTLASS_WORKSPACE, GROUP, LAYOUT
-from glowplug.plugins.quantization.libraries import library
+from glowplug.plugins.quantization.shared.expert_bytes import CUTLASS_WORKSPACE, GROUP, LAYOUT
+from glowplug.plugins.quantization.shared.libraries import library
 
 NAMES = ("fp8_blockwise_scaled_grouped_mm",)
 

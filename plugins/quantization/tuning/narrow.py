@@ -15,8 +15,10 @@ from glowplug.kernels.formats import awq as layout, int8_triton as int8_quant
 from glowplug.kernels.gemm.tuning_fp8 import ROWS
 from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.kernels.moe.tuning import microseconds
-from glowplug.plugins.quantization import awq, awq_cuda, gemm_order, w8a8_int8, w8a8_int8_cuda
-from glowplug.plugins.quantization.tune_fp8 import copies, note_provider, providers_in
+from glowplug.plugins.quantization.awq import cuda as awq_cuda, plugin as awq
+from glowplug.plugins.quantization.int8 import cuda as w8a8_int8_cuda, plugin as w8a8_int8
+from glowplug.plugins.quantization.shared import provider_choice as gemm_order
+from glowplug.plugins.quantization.tuning.fp8 import copies, note_provider, providers_in
 
 Calls = Mapping[str, Sequence[Callable[[], object]]]  #: of each provider, over every copy of the weight
 

@@ -11,8 +11,8 @@ from glowplug.core.plugin.component import CheckContext, Component
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import QuantizationOffers
 from glowplug.core.plugin.options import QuantizationOptions
-from glowplug.plugins.quantization.experts_bytes import CAST, DEEP_GEMM, fp8_experts, fp8_turns
-from glowplug.plugins.quantization.triton_needed import check_libraries, check_triton
+from glowplug.plugins.quantization.shared.expert_bytes import CAST, DEEP_GEMM, fp8_experts, fp8_turns
+from glowplug.plugins.quantization.shared.triton_needed import check_libraries, check_triton
 
 METHOD = "fp8"  #: the checkpoint's ``quant_method``
 #: packages of the libraries that ``gemm`` and ``experts`` name
@@ -82,7 +82,7 @@ def _results(context: CheckContext) -> Iterator[Refusal]:
 def register_quantization_schemes() -> list[Component]:
     return [Component(
         name="block_fp8", options=BlockFp8Options, check=check_block_fp8,
-        factory="glowplug.plugins.quantization.block_fp8_runtime:block_fp8",
+        factory="glowplug.plugins.quantization.block_fp8.cpu:block_fp8",
         offers=QuantizationOffers(reads=frozenset({METHOD}), online=True, block_shape=(128, 128),
                                   dequantizes=frozenset({"cpu"}), cast_bytes=CAST, rides=True,
                                   experts_work=fp8_experts, turns=fp8_turns),

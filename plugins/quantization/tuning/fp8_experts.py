@@ -6,8 +6,8 @@ import os
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.startup.layer_shapes import LayerShapes, Log, TuneTable
 from glowplug.kernels.moe.fp8 import tuning as moe_fp8_tuning
-from glowplug.plugins.quantization.block_fp8_weights import whole_blocks
-from glowplug.plugins.quantization.tune_moe import rows_in
+from glowplug.plugins.quantization.block_fp8.weights import whole_blocks
+from glowplug.plugins.quantization.tuning.dense_experts import rows_in
 
 
 class Fp8ExpertsTuner:

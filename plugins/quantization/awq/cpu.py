@@ -21,11 +21,11 @@ from glowplug.core.protocols import (
     Worker,
 )
 from glowplug.kernels.formats import awq as layout
-from glowplug.plugins.quantization.dense import DenseExperts, DenseLinear, expert_slices, linear_slices
-from glowplug.plugins.quantization.left_alone import left_alone, listed
+from glowplug.plugins.quantization.dense.layers import DenseExperts, DenseLinear, expert_slices, linear_slices
+from glowplug.plugins.quantization.shared.skipped_modules import left_alone, listed
 
 if TYPE_CHECKING:
-    from glowplug.plugins.quantization.awq import AwqOptions
+    from glowplug.plugins.quantization.awq.plugin import AwqOptions
 
 WORD = "int32"
 #: what takes (qweight, qzeros, scales) of a slice, in the published layout
@@ -35,7 +35,7 @@ Put = Callable[[Tensor, Tensor, Tensor], None]
 def awq(options: AwqOptions, plan: EnginePlan, worker: Worker) -> QuantizationScheme:
     """The scheme for ``worker``'s device: int4 weights on CUDA, dequantised ones elsewhere."""
     if torch.device(worker.device).type == "cuda" and not options.dequantize:
-        from glowplug.plugins.quantization.awq_cuda import AwqCuda  # it imports this module
+        from glowplug.plugins.quantization.awq.cuda import AwqCuda  # it imports this module
 
         return AwqCuda(options, plan, worker)
     return Awq(options, plan, worker)

@@ -13,7 +13,7 @@ from torch import Tensor
 from glowplug.core.layers.module import Target
 from glowplug.core.protocols import WeightTarget
 from glowplug.kernels.formats import fp8
-from glowplug.plugins.quantization.block_fp8_runtime import STORED, blocks_of, elements_of
+from glowplug.plugins.quantization.block_fp8.cpu import STORED, blocks_of, elements_of
 
 BLOCK = fp8.BLOCK
 

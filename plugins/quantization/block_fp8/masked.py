@@ -7,9 +7,9 @@ from torch import Tensor
 
 from glowplug.kernels.moe.fp8 import library_layouts as moe_places
 from glowplug.kernels.moe.sort import sum_placed
-from glowplug.plugins.quantization.experts_bytes import GROUP, MASKED_TOKENS, masked_rows
-from glowplug.plugins.quantization.fp8_grouped import Grouped
-from glowplug.plugins.quantization.libraries import library
+from glowplug.plugins.quantization.block_fp8.grouped import Grouped
+from glowplug.plugins.quantization.shared.expert_bytes import GROUP, MASKED_TOKENS, masked_rows
+from glowplug.plugins.quantization.shared.libraries import library
 
 NAMES = ("m_grouped_fp8_gemm_nt_masked", "fp8_m_grouped_gemm_nt_masked")  #: in DeepGEMM's builds
 

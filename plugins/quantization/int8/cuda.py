@@ -27,14 +27,14 @@ from glowplug.kernels.formats import int8, int8_triton as int8_quant
 from glowplug.kernels.gemm import int8 as int8_gemm
 from glowplug.kernels.moe.narrow import int8 as moe_gemm_int8
 from glowplug.kernels.moe.sum import moe_sum
-from glowplug.plugins.quantization.dense import Biased, expert_slices, linear_slices
-from glowplug.plugins.quantization.dense_cuda import shared_slices
-from glowplug.plugins.quantization.gemm_order import INT8, INT8_ROWS, ByShape, Table
-from glowplug.plugins.quantization.libraries import library
-from glowplug.plugins.quantization.w8a8_int8_runtime import Put, Source, W8A8Int8
+from glowplug.plugins.quantization.dense.experts_cuda import shared_slices
+from glowplug.plugins.quantization.dense.layers import Biased, expert_slices, linear_slices
+from glowplug.plugins.quantization.int8.cpu import Put, Source, W8A8Int8
+from glowplug.plugins.quantization.shared.libraries import library
+from glowplug.plugins.quantization.shared.provider_choice import INT8, INT8_ROWS, ByShape, Table
 
 if TYPE_CHECKING:
-    from glowplug.plugins.quantization.w8a8_int8 import W8A8Int8Options
+    from glowplug.plugins.quantization.int8.plugin import W8A8Int8Options
 
 FORMAT = "int8_token"
 WHOLE = slice(None)

@@ -25,10 +25,10 @@ from glowplug.core.protocols import (
 from glowplug.kernels.elementwise.activation_reference import silu_and_mul
 from glowplug.kernels.formats import fp8
 from glowplug.kernels.launch.cards import tiles_run_on
-from glowplug.plugins.quantization.dense import DenseExperts, DenseLinear, expert_slices, linear_slices
+from glowplug.plugins.quantization.dense.layers import DenseExperts, DenseLinear, expert_slices, linear_slices
 
 if TYPE_CHECKING:
-    from glowplug.plugins.quantization.block_fp8 import BlockFp8Options
+    from glowplug.plugins.quantization.block_fp8.plugin import BlockFp8Options
 
 FORMAT = "fp8_group128_values"
 PLAIN = "plain"
@@ -40,7 +40,7 @@ LEFT_ALONE = frozenset({"lm_head", "head", "gate", "embed_tokens", "eh_proj"})
 def block_fp8(options: BlockFp8Options, plan: EnginePlan, worker: Worker) -> BlockFp8:
     """The scheme for ``worker``'s device: products in FP8 on CUDA, of dequantised weights elsewhere."""
     if torch.device(worker.device).type == "cuda" and options.activations != "none":
-        from glowplug.plugins.quantization.block_fp8_cuda import BlockFp8Cuda  # it imports this module
+        from glowplug.plugins.quantization.block_fp8.cuda import BlockFp8Cuda  # it imports this module
 
         return BlockFp8Cuda(options, plan, worker)
     return BlockFp8(options, plan, worker)
@@ -73,7 +73,7 @@ class BlockFp8:
 
     def experts(self, shape: ExpertsShape) -> ExpertsMethod:
         if self._in_triton:
-            from glowplug.plugins.quantization.block_fp8_dense_cuda import DequantizedExperts  # it imports this module
+            from glowplug.plugins.quantization.block_fp8.dense_cuda import DequantizedExperts  # it imports this module
 
             return DequantizedExperts(shape, self._dtype, self._device, self._native)
         return Fp8Experts(shape, self._dtype, self._device, self._format, self._native)

@@ -14,9 +14,9 @@ from torch import Tensor
 from glowplug.core.errors import GlowplugError
 from glowplug.core.startup.warmup import WHOLE
 from glowplug.kernels.launch import tuned_tables as tuned
-from glowplug.plugins.quantization import gemm_order
-from glowplug.plugins.quantization.block_fp8 import HALVES
-from glowplug.plugins.quantization.libraries import library
+from glowplug.plugins.quantization.block_fp8.plugin import HALVES
+from glowplug.plugins.quantization.shared import provider_choice as gemm_order
+from glowplug.plugins.quantization.shared.libraries import library
 
 BLOCK = 128
 

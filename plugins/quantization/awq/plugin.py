@@ -16,7 +16,7 @@ from glowplug.core.plugin.component import CheckContext, Component
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import QuantizationOffers
 from glowplug.core.plugin.options import QuantizationOptions
-from glowplug.plugins.quantization.triton_needed import check_triton
+from glowplug.plugins.quantization.shared.triton_needed import check_triton
 
 NAME = "awq"
 USE = "quantization.use"
@@ -105,7 +105,7 @@ def _some(names: list[str]) -> str:
 @hookimpl
 def register_quantization_schemes() -> list[Component]:
     return [Component(
-        name=NAME, options=AwqOptions, check=check_awq, factory="glowplug.plugins.quantization.awq_runtime:awq",
+        name=NAME, options=AwqOptions, check=check_awq, factory="glowplug.plugins.quantization.awq.cpu:awq",
         offers=QuantizationOffers(reads=frozenset({NAME}), dequantizes=frozenset({"cpu"}), rides=True),
         uses={"triton": ("triton",), "cublas": ("triton",)},
         summary="int4 weights with a scale and a zero a group, as AutoAWQ writes them")]

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import torch
 
 from glowplug.core.protocols import ExpertsShape, WeightTarget
-from glowplug.plugins.quantization.block_fp8_runtime import BlockWeight
-from glowplug.plugins.quantization.dense import expert_slices
-from glowplug.plugins.quantization.dense_cuda import CudaExperts
+from glowplug.plugins.quantization.block_fp8.cpu import BlockWeight
+from glowplug.plugins.quantization.dense.experts_cuda import CudaExperts
+from glowplug.plugins.quantization.dense.layers import expert_slices
 
 
 class DequantizedExperts(CudaExperts):

@@ -18,9 +18,9 @@ from glowplug.core.plugin.component import CheckContext, Component
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import QuantizationOffers
 from glowplug.core.plugin.options import QuantizationOptions
-from glowplug.plugins.quantization.experts_bytes import int8_experts
-from glowplug.plugins.quantization.left_alone import EXPRESSION, KEYS
-from glowplug.plugins.quantization.triton_needed import check_libraries, check_triton
+from glowplug.plugins.quantization.shared.expert_bytes import int8_experts
+from glowplug.plugins.quantization.shared.skipped_modules import EXPRESSION, KEYS
+from glowplug.plugins.quantization.shared.triton_needed import check_libraries, check_triton
 
 NAME = "w8a8_int8"
 FORMAT = "int-quantized"  #: compressed-tensors' name of 8-bit integers that are stored as such
@@ -125,7 +125,7 @@ def _some(names: list[str]) -> str:
 def register_quantization_schemes() -> list[Component]:
     return [Component(
         name=NAME, options=W8A8Int8Options, check=check_w8a8_int8,
-        factory="glowplug.plugins.quantization.w8a8_int8_runtime:w8a8_int8",
+        factory="glowplug.plugins.quantization.int8.cpu:w8a8_int8",
         offers=QuantizationOffers(reads=INT8_METHODS, online=True, dequantizes=frozenset({"cpu"}), cast_bytes=1.0,
                                   rides=True, experts_work=int8_experts),
         uses=LIBRARIES,

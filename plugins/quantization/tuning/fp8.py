@@ -17,8 +17,8 @@ from glowplug.kernels.formats import fp8_triton as fp8_quant
 from glowplug.kernels.gemm import fp8 as fp8_gemm, tuning_fp8 as fp8_tuning
 from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.kernels.moe.tuning import microseconds
-from glowplug.plugins.quantization.fp8_gemm import BLOCK, PROVIDERS, Gemm, TritonGemm, provider_path
-from glowplug.plugins.quantization.tune_moe import rows_in
+from glowplug.plugins.quantization.block_fp8.gemm_providers import BLOCK, PROVIDERS, Gemm, TritonGemm, provider_path
+from glowplug.plugins.quantization.tuning.dense_experts import rows_in
 
 COMPILES_LONG = frozenset({"flashinfer"})  #: libraries that take a minute at the first use: not measured
 COLD = 128 << 20  #: bytes of weights that are read in turn: more than a cache holds

@@ -14,9 +14,9 @@ from glowplug.core.plugin.offers import QuantizationOffers
 from glowplug.core.plugin.options import QuantizationOptions
 from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.kernels.launch.cards import LIBRARIES as LIBRARY_CARDS, TILES
-from glowplug.plugins.quantization.awq import AwqOptions
-from glowplug.plugins.quantization.block_fp8 import LIBRARIES, BlockFp8Options
-from glowplug.plugins.quantization.w8a8_int8 import LIBRARIES as INT8_LIBRARIES, W8A8Int8Options
+from glowplug.plugins.quantization.awq.plugin import AwqOptions
+from glowplug.plugins.quantization.block_fp8.plugin import LIBRARIES, BlockFp8Options
+from glowplug.plugins.quantization.int8.plugin import LIBRARIES as INT8_LIBRARIES, W8A8Int8Options
 
 FIELD = "quantization.gemm"
 FEW = 64
