@@ -14,9 +14,9 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Worker
 from glowplug.core.step.batch import Batch
 from glowplug.core.step.graph_pieces import ExtendWork
+from glowplug.plugins.graphs.capture.draft_extend_graph import Extends
+from glowplug.plugins.graphs.capture.recorder import map_tensors
 from glowplug.plugins.graphs.cuda_graph_runtime import CudaGraph
-from glowplug.plugins.graphs.cuda_recorder import map_tensors
-from glowplug.plugins.graphs.extend_runtime import Extends
 from tests.replaying import ReplayingOptions
 
 NEWEST: list[Replaying] = []  #: of this process; what a test looks into

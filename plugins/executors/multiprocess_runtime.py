@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from glowplug.core.errors import EngineDead, EngineStopped
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Worker
-from glowplug.plugins.executors.blame import LOADED, SETTLE, not_ready
-from glowplug.plugins.executors.local_ranks import GRACE, LocalRanks
+from glowplug.plugins.executors.ranks.failure_cause import LOADED, SETTLE, not_ready
+from glowplug.plugins.executors.ranks.local import GRACE, LocalRanks
 
 if TYPE_CHECKING:
     from glowplug.plugins.executors.multiprocess import MultiprocessOptions

@@ -9,9 +9,9 @@ from queue import Empty, SimpleQueue
 import msgspec
 
 from glowplug.core.plan.plan import EnginePlan
-from glowplug.plugins.executors.agreement import identity
-from glowplug.plugins.executors.blame import BEAT
-from glowplug.plugins.executors.rank_process import run_rank
+from glowplug.plugins.executors.ranks.failure_cause import BEAT
+from glowplug.plugins.executors.ranks.host_identity import identity
+from glowplug.plugins.executors.ranks.process import run_rank
 
 FAILED_EXIT = 1
 

@@ -16,9 +16,18 @@ from glowplug.core.errors import EngineDead, EngineStopped, PlanRefused, Refusal
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Worker
 from glowplug.core.step.messages import decode_outbound
-from glowplug.plugins.executors.agreement import differences, identity
-from glowplug.plugins.executors.blame import LOADED, QUIET, Kind, Watch, first_cause, host_limit, not_ready, settled
-from glowplug.plugins.executors.local_ranks import GRACE, for_front
+from glowplug.plugins.executors.ranks.failure_cause import (
+    LOADED,
+    QUIET,
+    Kind,
+    Watch,
+    first_cause,
+    host_limit,
+    not_ready,
+    settled,
+)
+from glowplug.plugins.executors.ranks.host_identity import differences, identity
+from glowplug.plugins.executors.ranks.local import GRACE, for_front
 
 if TYPE_CHECKING:
     from glowplug.plugins.executors.ray_executor import RayOptions
@@ -131,7 +140,7 @@ class RayExecutor:
         """A store in this process, on the address by which the cluster knows this host."""
         import ray
 
-        from glowplug.plugins.executors.host_link import hold_store
+        from glowplug.plugins.executors.ranks.host_link import hold_store
 
         self._store = hold_store(ray.util.get_node_ip_address(), 0, PLACE)
         return f"tcp://{self._store.host}:{self._store.port}/ray?held"

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from glowplug.core.errors import EngineDead, EngineStopped, PlanRefused
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Worker
-from glowplug.plugins.executors.agreement import differences, identity
-from glowplug.plugins.executors.blame import (
+from glowplug.plugins.executors.ranks.failure_cause import (
     LOADED,
     QUIET,
     SETTLE,
@@ -20,11 +19,12 @@ from glowplug.plugins.executors.blame import (
     not_ready,
     settled,
 )
-from glowplug.plugins.executors.local_ranks import GRACE, LocalRanks
-from glowplug.plugins.executors.site import find_site
+from glowplug.plugins.executors.ranks.host import find_site
+from glowplug.plugins.executors.ranks.host_identity import differences, identity
+from glowplug.plugins.executors.ranks.local import GRACE, LocalRanks
 
 if TYPE_CHECKING:
-    from glowplug.plugins.executors.host_link import HostLink
+    from glowplug.plugins.executors.ranks.host_link import HostLink
     from glowplug.plugins.executors.torchrun import TorchrunOptions
 
 WORD = 2.0  #: seconds to tell the other hosts why this one ends
@@ -58,7 +58,7 @@ class TorchrunExecutor:
 
         PlanRefused on every site when they do not mean the same engine; nothing is loaded then.
         """
-        from glowplug.plugins.executors.host_link import HostLink
+        from glowplug.plugins.executors.ranks.host_link import HostLink
 
         deadline = time.monotonic() + self.options.start_timeout
         link = HostLink(self._site, host_limit(self._timeout), lambda: self._ranks.watch.states)

@@ -15,13 +15,13 @@ from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Steps, Worker
 from glowplug.core.step.batch import Batch, shape_of
 from glowplug.core.step.request import SamplingParams
+from glowplug.plugins.graphs.capture.decode_graph import Recorder, Shape, Slot
+from glowplug.plugins.graphs.capture.draft_extend_graph import Extends
+from glowplug.plugins.graphs.capture.prefill_graph import Pass, Passes, Tape
+from glowplug.plugins.graphs.capture.recorder import CudaRecorder
+from glowplug.plugins.graphs.capture.staging import Staging
+from glowplug.plugins.graphs.capture.tape import CudaTape
 from glowplug.plugins.graphs.cuda_graph import CudaGraphOptions
-from glowplug.plugins.graphs.cuda_recorder import CudaRecorder
-from glowplug.plugins.graphs.extend_runtime import Extends
-from glowplug.plugins.graphs.piecewise_runtime import Pass, Passes, Tape
-from glowplug.plugins.graphs.piecewise_tape import CudaTape
-from glowplug.plugins.graphs.slot import Recorder, Shape, Slot
-from glowplug.plugins.graphs.staging import Staging
 
 #: how rows may sample in a step whose sampling is captured with it, as far as the sampler has a word for each
 SAMPLED = (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.5))

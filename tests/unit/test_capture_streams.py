@@ -6,7 +6,7 @@ import gc
 import pytest
 import torch
 
-from glowplug.plugins.graphs import cuda_recorder
+from glowplug.plugins.graphs.capture import recorder as cuda_recorder
 
 CARD = torch.device("cuda", 0)
 

@@ -14,9 +14,9 @@ from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.step.messages import Failed, Progress
 from glowplug.entrypoints.flags import serve_defaults
-from glowplug.plugins.executors.agreement import differences, identity
-from glowplug.plugins.executors.blame import SPAWN, Kind, Watch, first_cause, host_limit
-from glowplug.plugins.executors.site import find_site
+from glowplug.plugins.executors.ranks.failure_cause import SPAWN, Kind, Watch, first_cause, host_limit
+from glowplug.plugins.executors.ranks.host import find_site
+from glowplug.plugins.executors.ranks.host_identity import differences, identity
 from glowplug.plugins.executors.torchrun import TorchrunOptions
 from tests.tiny import write_config
 

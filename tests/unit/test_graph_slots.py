@@ -10,10 +10,10 @@ from glowplug.core.plugin.offers import Mode
 from glowplug.core.protocols import Worker
 from glowplug.core.step.batch import Batch, StepShape
 from glowplug.core.testing.harness.plans import bare_plan, sizes
+from glowplug.plugins.graphs.capture.decode_graph import ALIGNED, Shape, Slot
+from glowplug.plugins.graphs.capture.staging import Staging
 from glowplug.plugins.graphs.cuda_graph import CudaGraphOptions, default_sizes
 from glowplug.plugins.graphs.cuda_graph_runtime import CudaGraph
-from glowplug.plugins.graphs.slot import ALIGNED, Shape, Slot
-from glowplug.plugins.graphs.staging import Staging
 
 CPU = torch.device("cpu")
 

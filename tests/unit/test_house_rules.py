@@ -26,9 +26,9 @@ ENVIRONMENT_ACCESS = {
     "core/facts/model_folder.py",  # HF_HOME: where the hub's own tools keep downloaded models
     "models/embedded/batches.py",  # training: tells the tokenizer's library that workers follow
     "plugins/collectives/rendezvous.py",  # how torchrun tells its ranks where to meet
-    "plugins/executors/site.py",  # the same: which rank this process looks after
+    "plugins/executors/ranks/host.py",  # the same: which rank this process looks after
     "entrypoints/flags.py",  # was this process started by torchrun, and on how many hosts
-    "plugins/executors/rank_process.py",  # how long torch's waiting threads spin, for a library that asks nowhere else
+    "plugins/executors/ranks/process.py",  # how long torch's waiting threads spin, for a library that asks nowhere else
     "plugins/ops/torch_compile_runtime.py",  # where inductor keeps its programs, which it asks nowhere else
     "core/startup/torch_allocator.py",  # PYTORCH_ALLOC_CONF: has torch been told already how to take memory
     "entrypoints/bench/turns.py",  # hands its own environment to a child

@@ -5,7 +5,7 @@ import pytest
 
 from glowplug.core.errors import CollectiveError, WeightError
 from glowplug.core.step.messages import Failed, decode_outbound
-from glowplug.plugins.executors.rank_process import RankLink
+from glowplug.plugins.executors.ranks.process import RankLink
 
 
 class Pipe:

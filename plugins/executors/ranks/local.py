@@ -14,8 +14,8 @@ from typing import Any
 
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.step.messages import Failed, Outbound, Progress, decode_outbound
-from glowplug.plugins.executors.blame import QUIET, SETTLE, Kind, Trouble, Watch, first_cause
-from glowplug.plugins.executors.rank_process import rank_main
+from glowplug.plugins.executors.ranks.failure_cause import QUIET, SETTLE, Kind, Trouble, Watch, first_cause
+from glowplug.plugins.executors.ranks.process import rank_main
 
 logger = logging.getLogger("glowplug.engine")
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from glowplug.core.step.graph_pieces import ExtendWork, Extension
-from glowplug.plugins.graphs.piecewise_runtime import Tape
+from glowplug.plugins.graphs.capture.prefill_graph import Tape
 
 
 class ExtendMemory:

@@ -17,7 +17,7 @@ from torch import Tensor
 from glowplug.core.plan.plan import Sizes
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.step.batch import Batch, StepShape
-from glowplug.plugins.graphs.staging import Staging
+from glowplug.plugins.graphs.capture.staging import Staging
 
 T = TypeVar("T")
 ALIGNED = 256  #: bytes at which each field begins

@@ -19,7 +19,7 @@ from glowplug.core.errors import CollectiveError, PlanRefused, WeightError
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.startup.garbage import settle_memory
 from glowplug.core.step.messages import Failed, Outbound, Progress, encode
-from glowplug.plugins.executors.blame import BEAT, ENDED
+from glowplug.plugins.executors.ranks.failure_cause import BEAT, ENDED
 
 if TYPE_CHECKING:
     from glowplug.core.engine.engine import Engine

@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from glowplug.plugins.graphs.cuda_recorder import CudaRecorder, alias, make_room, map_tensors
+from glowplug.plugins.graphs.capture.recorder import CudaRecorder, alias, make_room, map_tensors
 
 T = TypeVar("T")
 

@@ -21,8 +21,8 @@ import msgspec
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from glowplug.core.errors import EngineDead
-from glowplug.plugins.executors.blame import BEAT, QUIET, Kind, Trouble, silence
-from glowplug.plugins.executors.site import Site
+from glowplug.plugins.executors.ranks.failure_cause import BEAT, QUIET, Kind, Trouble, silence
+from glowplug.plugins.executors.ranks.host import Site
 
 POLL = 0.05  #: seconds between looks for sites that have not come
 FOREVER = timedelta(days=365)
