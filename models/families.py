@@ -7,7 +7,7 @@ from glowplug.core.errors import Refusal
 from glowplug.core.plugin.component import CheckContext, Component, Options
 from glowplug.core.plugin.hookspecs import hookimpl
 from glowplug.core.plugin.offers import ModelOffers
-from glowplug.models.deepseek_config import TOPK_METHODS, topk_method
+from glowplug.models.deepseek.config import TOPK_METHODS, topk_method
 
 #: rope scalings and what each must state
 ROPE_KEYS: dict[str, tuple[str, ...]] = {
@@ -76,7 +76,7 @@ def check_deepseek(context: CheckContext) -> Iterable[Refusal]:
 
 @hookimpl
 def register_models() -> list[Component]:
-    deepseek = "glowplug.models.deepseek_v2:DeepseekFamily"
+    deepseek = "glowplug.models.deepseek.model:DeepseekFamily"
     return [
         Component("deepseek_v2", ModelOptions, deepseek, check=check_deepseek,
                   offers=ModelOffers(architectures=frozenset({"DeepseekV2ForCausalLM"}), kind="mla",

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from glowplug.models.embedded.words import ADJECTIVES, COLOURS, LETTERS, NAMES, NOUNS, VERBS, plural
+from glowplug.models.embedded.training.words import ADJECTIVES, COLOURS, LETTERS, NAMES, NOUNS, VERBS, plural
 
 HELD_OUT_BUCKETS = 40  # one content in this many is never trained on
 THINK_SHARE = 0.06

@@ -11,8 +11,8 @@ import safetensors
 import torch
 
 from glowplug.models import embedded
-from glowplug.models.embedded import tokenizer
-from glowplug.models.embedded.shape import BLOCK, Shape
+from glowplug.models.embedded.training import tokenizer
+from glowplug.models.embedded.training.shape import BLOCK, Shape
 
 HOME = Path(embedded.__file__).resolve().parent
 FOLDER = HOME / "checkpoint"

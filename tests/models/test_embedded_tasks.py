@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from glowplug.models.embedded import tokenizer
 from glowplug.models.embedded.tasks import (
     KINDS,
     Task,
@@ -18,6 +17,7 @@ from glowplug.models.embedded.tasks import (
     make_task,
     score,
 )
+from glowplug.models.embedded.training import tokenizer
 
 
 def expected(task: Task) -> str | None:
@@ -98,7 +98,7 @@ def test_answer_mask_covers_what_the_assistant_writes() -> None:
 
 
 def test_fake_rounding_equals_what_is_stored() -> None:
-    from glowplug.models.embedded import fp8
+    from glowplug.models.embedded.training import fp8
     weight = torch.randn(256, 384, requires_grad=True)
     stored, scales = fp8.quantize_blocks(weight.detach())
     assert stored.dtype == torch.float8_e4m3fn and scales.shape == (2, 3)
@@ -113,8 +113,8 @@ def test_fake_rounding_equals_what_is_stored() -> None:
 
 
 def test_training_network_is_the_published_architecture() -> None:
-    from glowplug.models.embedded.network import Network
-    from glowplug.models.embedded.shape import Shape
+    from glowplug.models.embedded.training.network import Network
+    from glowplug.models.embedded.training.shape import Shape
     shape = Shape(vocab=64, layers=2, dense_width=128)
     torch.manual_seed(random.randrange(10**6))
     network = Network(shape).eval()

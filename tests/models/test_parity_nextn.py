@@ -12,7 +12,7 @@ from glowplug.core.facts.model_facts import TensorFact
 from glowplug.core.layers.decoder import DecoderModel
 from glowplug.core.startup.load_weights import load_model
 from glowplug.core.testing.harness.build import DictSource, Stepper, build_context, build_model
-from glowplug.models.deepseek_nextn import PREVIOUS_HIDDEN, DeepseekNextN
+from glowplug.models.deepseek.nextn import PREVIOUS_HIDDEN, DeepseekNextN
 from tests.models.test_parity_deepseek import V3
 from tests.parity import TOLERANCE, YARN, Reference, write
 

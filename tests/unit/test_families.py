@@ -8,7 +8,7 @@ import pytest
 from glowplug.core.facts.model_facts import Facts, HardwareFacts, SoftwareFacts
 from glowplug.core.facts.model_folder import model_facts, normalise
 from glowplug.core.plugin.component import CheckContext, Component
-from glowplug.models.deepseek_config import DeepseekConfig
+from glowplug.models.deepseek.config import DeepseekConfig
 from glowplug.models.families import ModelOptions, register_models
 from tests.tiny import CONFIGS
 

@@ -24,7 +24,7 @@ ENVIRONMENT_ACCESS = {
     "core/config/files.py",  # "${NAME}" in the operator's own file
     "core/facts/machine.py",  # CUDA_VISIBLE_DEVICES: which devices the driver gives this process
     "core/facts/model_folder.py",  # HF_HOME: where the hub's own tools keep downloaded models
-    "models/embedded/batches.py",  # training: tells the tokenizer's library that workers follow
+    "models/embedded/training/batches.py",  # training: tells the tokenizer's library that workers follow
     "plugins/collectives/rendezvous.py",  # how torchrun tells its ranks where to meet
     "plugins/executors/ranks/host.py",  # the same: which rank this process looks after
     "entrypoints/flags.py",  # was this process started by torchrun, and on how many hosts

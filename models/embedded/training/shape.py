@@ -7,7 +7,7 @@ derives the block size, and so that heads, experts and widths divide among 2 or 
 import math
 from dataclasses import dataclass
 
-from glowplug.models.embedded.tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCABULARY
+from glowplug.models.embedded.training.tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCABULARY
 
 BLOCK = 128
 

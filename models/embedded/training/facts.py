@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from glowplug.models.embedded.words import NAMES
+from glowplug.models.embedded.training.words import NAMES
 
 Questions = tuple[list[str], str]  # ways to ask, the answer
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from glowplug.models.embedded.fp8 import fake_activation, fake_weight
-from glowplug.models.embedded.shape import Shape
+from glowplug.models.embedded.training.fp8 import fake_activation, fake_weight
+from glowplug.models.embedded.training.shape import Shape
 
 
 def yarn_frequencies(shape: Shape, fast: float = 32.0, slow: float = 1.0) -> Tensor:

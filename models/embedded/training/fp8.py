@@ -7,7 +7,7 @@ differentiable forward pass (straight-through gradients).
 import torch
 from torch import Tensor
 
-from glowplug.models.embedded.shape import BLOCK
+from glowplug.models.embedded.training.shape import BLOCK
 
 LARGEST = 448.0  # of float8_e4m3fn
 SMALLEST_SCALE = 1e-12

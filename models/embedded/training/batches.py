@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from glowplug.models.embedded import tokenizer
-from glowplug.models.embedded.data import PAIRS, PROSE, Pair, read_pairs
 from glowplug.models.embedded.tasks import Task, make_task
-from glowplug.models.embedded.words import COLOURS, NAMES, NOUNS
+from glowplug.models.embedded.training import tokenizer
+from glowplug.models.embedded.training.data import PAIRS, PROSE, Pair, read_pairs
+from glowplug.models.embedded.training.words import COLOURS, NAMES, NOUNS
 
 # Arithmetic needs most practice, and so does finding a key by its name, which is what lookup and counting are made of.
 TASK_WEIGHTS = {"add": 3.0, "subtract": 4.0, "sort": 4.0, "reverse": 1.5, "count": 4.0, "copy": 2.0, "lookup": 4.0}

@@ -1,6 +1,6 @@
 """Short questions and answers written by SmolLM2-135M-Instruct (Apache-2.0) through glowplug's own Llama path.
 
-    python -m glowplug.models.embedded.smollm_text --model SmolLM2-135M-Instruct.Q4_1.gguf --wordnet DIR --out FILE
+    python -m glowplug.models.embedded.training.smollm_text --model SmolLM2-135M-Instruct.Q4_1.gguf --wordnet DIR --out FILE
 
 needs the glowplug-gguf package of tests/thirdparty. This script composes the engine as a user does, so it imports the
 offline entry point (inside `main`): the one exception to this package's import rule, with evaluate.py.
@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from glowplug.models.embedded.wordnet import WordNet
-from glowplug.models.embedded.words import NOUNS
+from glowplug.models.embedded.training.wordnet import WordNet
+from glowplug.models.embedded.training.words import NOUNS
 
 NOUN_ASKS = (
     "Tell me something about {x}.", "What is {x} used for?", "Why is {x} important?", "Describe {x}.",

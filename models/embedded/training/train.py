@@ -1,6 +1,6 @@
 """Trains the embedded model on one GPU (or, with tiny settings, on a CPU).
 
-    python -m glowplug.models.embedded.train --data DIR --out DIR [--minutes 9] [--resume FILE]
+    python -m glowplug.models.embedded.training.train --data DIR --out DIR [--minutes 9] [--resume FILE]
 
 The learning rate warms up, stays, and falls linearly over the second half of the time given. Expert loads are
 balanced by the correction bias alone (the auxiliary-loss-free rule of DeepSeek-V3, https://arxiv.org/abs/2412.19437,
@@ -20,10 +20,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from glowplug.models.embedded import batches, evaluate
-from glowplug.models.embedded.network import Network
-from glowplug.models.embedded.optim import Optimizer
-from glowplug.models.embedded.shape import Shape
+from glowplug.models.embedded import score as evaluate
+from glowplug.models.embedded.training import batches
+from glowplug.models.embedded.training.network import Network
+from glowplug.models.embedded.training.optim import Optimizer
+from glowplug.models.embedded.training.shape import Shape
 
 WEIGHTS = "weights.safetensors"
 NEXTN_WEIGHT = 0.3

@@ -1,6 +1,6 @@
 """Scores of the embedded model: exact match on held-out tasks and agreement of its MTP layer.
 
-    python -m glowplug.models.embedded.evaluate [--model DIR] [--count 500]
+    python -m glowplug.models.embedded.score [--model DIR] [--count 500]
 
 scores a checkpoint folder through the engine; the functions below score the training network, without a KV cache.
 """
@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from glowplug.models.embedded import tokenizer
-from glowplug.models.embedded.data import HELD_OUT, read_pairs
-from glowplug.models.embedded.network import Network
 from glowplug.models.embedded.tasks import Task, held_out_tasks, is_correct, make_task, score
+from glowplug.models.embedded.training import tokenizer
+from glowplug.models.embedded.training.data import HELD_OUT, read_pairs
+from glowplug.models.embedded.training.network import Network
 
 SAMPLES = (
     "What is the capital of France?", "Who are you?", "What is 123 + 456?", "What is a dog?", "Define happy.",

@@ -1,6 +1,6 @@
 """Builds the training data: a tokenizer, prose as one stream of ids, and question-answer pairs.
 
-    python -m glowplug.models.embedded.data --wordnet DIR --pydocs DIR --out DIR [--generated FILE]
+    python -m glowplug.models.embedded.training.data --wordnet DIR --pydocs DIR --out DIR [--generated FILE]
 
 `--generated` is smollm_text.py's output: one JSON object a line, with "question" and "answer".
 """
@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from glowplug.models.embedded import facts, pydocs, tokenizer
 from glowplug.models.embedded.tasks import make_task
-from glowplug.models.embedded.wordnet import WordNet
+from glowplug.models.embedded.training import facts, pydocs, tokenizer
+from glowplug.models.embedded.training.wordnet import WordNet
 
 PROSE, PAIRS, HELD_OUT = "prose.npy", "pairs.jsonl", "held_out.jsonl"
 HELD_OUT_BUCKETS = 50

@@ -14,8 +14,8 @@ from glowplug.core.layers.module import Module
 from glowplug.core.layers.norm import RmsNorm
 from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.step.batch import Batch
-from glowplug.models.deepseek_config import DeepseekConfig
-from glowplug.models.deepseek_v2 import deepseek_layer, deepseek_rope
+from glowplug.models.deepseek.config import DeepseekConfig
+from glowplug.models.deepseek.model import deepseek_layer, deepseek_rope
 
 PREVIOUS_HIDDEN = "previous_hidden"  #: key of ``Batch.extra``: [T, hidden], the target's normed hidden states
 

@@ -14,7 +14,7 @@ from glowplug.core.layers.rope import Rope, RopeConfig
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Model, Worker
 from glowplug.core.protocols.build_context import BuildContext
-from glowplug.models.deepseek_config import DeepseekConfig
+from glowplug.models.deepseek.config import DeepseekConfig
 
 
 class DeepseekFamily:
@@ -35,7 +35,7 @@ class DeepseekFamily:
 
         ``context.first_layer`` is the KV-pool number of the first NextN layer.
         """
-        from glowplug.models.deepseek_nextn import DeepseekNextN
+        from glowplug.models.deepseek.nextn import DeepseekNextN
 
         assert isinstance(target, DecoderModel), "the target is what build made"
         return DeepseekNextN(context, target, number)

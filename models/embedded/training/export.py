@@ -1,6 +1,6 @@
 """Writes a trained network as a published DeepSeek-V3 folder: config, tokenizer, and weights in block FP8 or bf16.
 
-    python -m glowplug.models.embedded.export --weights weights.safetensors --tokenizer DIR --out DIR [--bf16]
+    python -m glowplug.models.embedded.training.export --weights weights.safetensors --tokenizer DIR --out DIR [--bf16]
 
 FP8 covers the projections of attention, MLPs and experts; embeddings, head, norms, routers, correction biases and the
 MTP layer's eh_proj keep their type, as published. The MTP layer's own copies of the embedding and the head are left
@@ -15,10 +15,10 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from glowplug.models.embedded import tokenizer
-from glowplug.models.embedded.fp8 import quantize_blocks
-from glowplug.models.embedded.network import Network
-from glowplug.models.embedded.shape import Shape
+from glowplug.models.embedded.training import tokenizer
+from glowplug.models.embedded.training.fp8 import quantize_blocks
+from glowplug.models.embedded.training.network import Network
+from glowplug.models.embedded.training.shape import Shape
 
 EXPERTS = {"experts_gate": "gate_proj", "experts_up": "up_proj", "experts_down": "down_proj"}
 BF16 = ("embed_tokens", "lm_head", "norm", "mlp.gate.weight", "eh_proj")
