@@ -33,7 +33,7 @@ from torch import Tensor
 
 from glowplug import LLM, PlanRefused, SamplingParams
 from glowplug.core.plugin.registry import load_plugins
-from glowplug.entrypoints.cut_model import model_config, write_cut
+from glowplug.entrypoints.checkpoints.cut_model import model_config, write_cut
 from tests.gates import Choices, Watch, flips
 from tests.teacher_runtime import SCRIPTS, SEEN, score_prompts
 

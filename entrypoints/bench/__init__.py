@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import importlib
 
-from glowplug.entrypoints.command_list import without_command
+from glowplug.entrypoints.cli.usage import without_command
 
 COMMANDS = {
     "one-batch": ("one_batch", "prefill and decode latency of one static batch, in this process"),

@@ -15,7 +15,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from glowplug.core.errors import GlowplugError
-from glowplug.entrypoints import event_loop
 from glowplug.entrypoints.bench import report
 from glowplug.entrypoints.bench.backends import BACKENDS, Request
 from glowplug.entrypoints.bench.datasets import Prompt
@@ -23,10 +22,11 @@ from glowplug.entrypoints.bench.engine_options import add_engine_options, engine
 from glowplug.entrypoints.bench.http_stream import Target, call
 from glowplug.entrypoints.bench.load import Load, drive
 from glowplug.entrypoints.bench.local_server import MODEL, LocalServer
+from glowplug.entrypoints.front import event_loop
 
 if TYPE_CHECKING:
     from glowplug.entrypoints.bench.transformers_side import TransformersSide
-    from glowplug.entrypoints.llm import LLM
+    from glowplug.entrypoints.front.llm import LLM
 
 Ids = list[list[int]]
 
@@ -61,7 +61,7 @@ def compare(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]:
     """The whole comparison as one record. Rates in output tokens a second."""
     import torch
 
-    from glowplug.entrypoints.llm import LLM
+    from glowplug.entrypoints.front.llm import LLM
 
     if args.threads:
         torch.set_num_threads(args.threads)

@@ -13,7 +13,7 @@ import numpy as np
 from glowplug.core.errors import GlowplugError
 
 if TYPE_CHECKING:
-    from glowplug.entrypoints.llm import LLM
+    from glowplug.entrypoints.front.llm import LLM
 
 
 SETTLING = 4  #: decode steps at the start that statistics leave out, when there are four times as many

@@ -23,7 +23,7 @@ from glowplug.entrypoints.bench import report
 from glowplug.entrypoints.bench.conditions import conditions
 from glowplug.entrypoints.bench.engine_options import add_engine_options, engine_config
 from glowplug.entrypoints.bench.floor import card_bandwidth
-from glowplug.entrypoints.cut_model import model_config, write_cut
+from glowplug.entrypoints.checkpoints.cut_model import model_config, write_cut
 
 if TYPE_CHECKING:
     from glowplug.core.plan.plan import EnginePlan

@@ -46,7 +46,7 @@ def _measure(args: argparse.Namespace, config: dict[str, Any]) -> list[dict[str,
     from msgspec.structs import asdict
 
     from glowplug.core.step.request import SamplingParams
-    from glowplug.entrypoints.llm import LLM
+    from glowplug.entrypoints.front.llm import LLM
 
     with LLM(**config) as llm:
         rng = random.Random(llm.plan.seed)

@@ -16,7 +16,7 @@ from glowplug.entrypoints.bench.floor import card_bandwidth, known_card, plan_fl
 from glowplug.entrypoints.bench.in_process import BatchTimes, median_run, random_ids, run_static_batch, traced
 
 if TYPE_CHECKING:
-    from glowplug.entrypoints.llm import LLM
+    from glowplug.entrypoints.front.llm import LLM
 
 SHOWN_STEPS = 5  #: decode steps printed one by one
 MAX_CHUNK = 32768  #: prompt tokens a step unless the operator says otherwise
@@ -78,7 +78,7 @@ def static_config(config: dict[str, Any], shapes: list[tuple[int, int, int]], po
 
 
 def _run(args: argparse.Namespace, config: dict[str, Any], shapes: list[tuple[int, int, int]]) -> int:
-    from glowplug.entrypoints.llm import LLM
+    from glowplug.entrypoints.front.llm import LLM
 
     with LLM(**config) as llm:
         rng = random.Random(llm.plan.seed)

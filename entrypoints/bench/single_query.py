@@ -22,7 +22,7 @@ from glowplug.entrypoints.bench import report
 from glowplug.entrypoints.bench.engine_options import add_engine_options, engine_config
 
 if TYPE_CHECKING:
-    from glowplug.entrypoints.llm import LLM
+    from glowplug.entrypoints.front.llm import LLM
 
 QUESTIONS = ("What is 347 + 258?", "What is 902 - 417?", "Reverse the list: k, d, r, b, z, m", "Who are you?",
              "Sort these numbers: 41, 7, 93, 18, 66", "What is a harbour?")
@@ -108,7 +108,7 @@ def mixtures(ranks: Iterable[int], steps: int) -> list[Mixture]:
 def measure(mixture: Mixture, args: argparse.Namespace, given: dict[str, Any],
             ) -> tuple[dict[str, Any], list[list[int]] | None]:
     """(the row's figures, the tokens of each answer), or why there are none."""
-    from glowplug.entrypoints.llm import LLM
+    from glowplug.entrypoints.front.llm import LLM
 
     started = time.perf_counter()
     try:

@@ -25,8 +25,8 @@ from glowplug.entrypoints.bench.process_memory import ProcessMemory
 from glowplug.entrypoints.bench.soak_requests import Mix, Wanted
 
 if TYPE_CHECKING:
-    from glowplug.entrypoints.front import Stream
-    from glowplug.entrypoints.llm import LLM
+    from glowplug.entrypoints.front.front import Stream
+    from glowplug.entrypoints.front.llm import LLM
 
 QUESTIONS, ANSWER = 4, 16  #: prompts asked again in every pause, and tokens of each answer
 SHOWN = 20  #: errors kept word for word
@@ -58,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status 0 when all held, 1 when something did not, 2 when it could not start."""
-    from glowplug.entrypoints.llm import LLM
+    from glowplug.entrypoints.front.llm import LLM
 
     try:
         llm = LLM(**{"skip_tokenizer": True, **engine_config(args)})

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from glowplug.core.errors import EngineDead, RequestError
-from glowplug.entrypoints.delta import Delta
+from glowplug.entrypoints.front.delta import Delta
 from glowplug.entrypoints.server.errors import from_exception
 from glowplug.entrypoints.server.metrics import Metrics
 from glowplug.entrypoints.server.request_log import CLIENT_CLOSED, RECORD, RequestRecord

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import OutputParserFactory
 from glowplug.core.text.tokenizer import Tokenizer
-from glowplug.entrypoints.client import EngineClient
+from glowplug.entrypoints.front.client import EngineClient
 from glowplug.entrypoints.server import auth, errors
 from glowplug.entrypoints.server.answers import json_response
 from glowplug.entrypoints.server.body import install_schema

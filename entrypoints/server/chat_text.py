@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from glowplug.core.protocols import OutputParserFactory
-from glowplug.entrypoints.delta import Delta
+from glowplug.entrypoints.front.delta import Delta
 from glowplug.entrypoints.server.choice_events import NUL, ChoiceEvents, Halves
 from glowplug.entrypoints.server.context import Context
 from glowplug.entrypoints.server.logprobs import chat_logprobs

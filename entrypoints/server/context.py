@@ -14,7 +14,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import LogOptions, MetricsOptions, ServerOptions
 from glowplug.core.protocols import OutputParserFactory
 from glowplug.core.text.tokenizer import Tokenizer
-from glowplug.entrypoints.client import EngineClient
+from glowplug.entrypoints.front.client import EngineClient
 from glowplug.entrypoints.server.errors import Unavailable
 from glowplug.entrypoints.server.jobs import Jobs
 from glowplug.entrypoints.server.metrics import Metrics

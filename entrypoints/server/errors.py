@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from glowplug.core.errors import EngineDead, QueueFull, RequestError
-from glowplug.entrypoints.delta import Delta
+from glowplug.entrypoints.front.delta import Delta
 from glowplug.entrypoints.server.request_log import RECORD, RequestRecord
 
 logger = logging.getLogger("glowplug.server")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from glowplug.core.errors import EngineDead
 from glowplug.core.step.request import SamplingParams
-from glowplug.entrypoints.delta import Delta
+from glowplug.entrypoints.front.delta import Delta
 from glowplug.entrypoints.server.errors import from_delta
 from glowplug.entrypoints.server.metrics import Metrics
 from glowplug.entrypoints.server.request_log import RequestRecord

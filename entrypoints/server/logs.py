@@ -10,7 +10,7 @@ import orjson
 
 from glowplug.core.plugin.options import LogOptions
 from glowplug.core.step.messages import Stats
-from glowplug.entrypoints.client import EngineClient
+from glowplug.entrypoints.front.client import EngineClient
 from glowplug.entrypoints.server.metric_names import hit_rate
 
 logger = logging.getLogger("glowplug.server")

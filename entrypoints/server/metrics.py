@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from glowplug.core.plugin.options import MetricsOptions
 from glowplug.core.step.messages import Stats
-from glowplug.entrypoints.delta import Times
+from glowplug.entrypoints.front.delta import Times
 from glowplug.entrypoints.server.metric_names import (
     BY_GROUP,
     COMPAT,

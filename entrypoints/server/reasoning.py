@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from glowplug.core.protocols import OutputParser, OutputParserFactory, Piece
-from glowplug.entrypoints.delta import Delta
+from glowplug.entrypoints.front.delta import Delta
 
 
 class Split:

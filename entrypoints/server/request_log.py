@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from glowplug.core.errors import EngineDead, RequestError
-from glowplug.entrypoints.delta import Delta
+from glowplug.entrypoints.front.delta import Delta
 from glowplug.entrypoints.server.logs import printable
 
 logger = logging.getLogger("glowplug.request")

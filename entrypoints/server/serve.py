@@ -26,11 +26,12 @@ from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.protocols import Executor, OutputParserFactory, Worker
 from glowplug.core.startup.garbage import settle_memory
 from glowplug.core.text.tokenizer import Tokenizer
-from glowplug.entrypoints import event_loop, exit_codes
-from glowplug.entrypoints.client import EngineClient
-from glowplug.entrypoints.follow import follow
-from glowplug.entrypoints.launch import make_executor, start_executor
-from glowplug.entrypoints.model_text import eos_ids, open_tokenizer
+from glowplug.entrypoints.cli import exit_codes
+from glowplug.entrypoints.front import event_loop
+from glowplug.entrypoints.front.client import EngineClient
+from glowplug.entrypoints.front.follow import follow
+from glowplug.entrypoints.front.model_text import eos_ids, open_tokenizer
+from glowplug.entrypoints.front.open_engine import make_executor, start_executor
 from glowplug.entrypoints.server.app import create_app
 from glowplug.entrypoints.server.context import Context
 from glowplug.entrypoints.server.http_protocol import GuardedProtocol

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from glowplug.entrypoints.delta import Delta
+from glowplug.entrypoints.front.delta import Delta
 
 
 class UsageCount:

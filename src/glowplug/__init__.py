@@ -16,10 +16,10 @@ __all__ = ["LLM", "PlanRefused", "SamplingParams", "__version__"]
 if TYPE_CHECKING:
     from glowplug.core.errors import PlanRefused
     from glowplug.core.step.request import SamplingParams
-    from glowplug.entrypoints.llm import LLM
+    from glowplug.entrypoints.front.llm import LLM
 
 _LAZY = {
-    "LLM": "glowplug.entrypoints.llm",
+    "LLM": "glowplug.entrypoints.front.llm",
     "SamplingParams": "glowplug.core.step.request",
     "PlanRefused": "glowplug.core.errors",
 }

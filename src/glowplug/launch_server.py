@@ -1,7 +1,7 @@
 """``python -m glowplug.launch_server`` is ``glowplug serve``."""
 import sys
 
-from glowplug.entrypoints.cli import main
+from glowplug.entrypoints.cli.main import main
 
 if __name__ == "__main__":
     raise SystemExit(main(["serve", *sys.argv[1:]]))

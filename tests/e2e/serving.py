@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 
 from glowplug.core.protocols import OutputParserFactory
-from glowplug.entrypoints import event_loop
-from glowplug.entrypoints.client import EngineClient
+from glowplug.entrypoints.front import event_loop
+from glowplug.entrypoints.front.client import EngineClient
 from glowplug.entrypoints.server import create_app
 from glowplug.entrypoints.server.serve import Server, bind
 from tests.e2e.fake_engine import FakeExecutor, make_plan, make_tokenizer

@@ -12,7 +12,7 @@ import pytest
 from glowplug import LLM, SamplingParams
 from glowplug.core.facts.safetensors_header import read_tensors
 from glowplug.core.plugin.registry import PluginSet, load_plugins
-from glowplug.entrypoints import checkpoint, checkpoint_writer
+from glowplug.entrypoints.checkpoints import random as checkpoint, writer as checkpoint_writer
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from glowplug import SamplingParams
 from glowplug.core.errors import EngineDead, RequestError
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import load_plugins
-from glowplug.entrypoints.client import EngineClient
-from glowplug.entrypoints.launch import start_executor
+from glowplug.entrypoints.front.client import EngineClient
+from glowplug.entrypoints.front.open_engine import start_executor
 from tests.tiny import write_config
 from tests.waiting import LIMIT
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from glowplug.entrypoints import demo, llm
+from glowplug.entrypoints.cli import demo
+from glowplug.entrypoints.front import llm
 from tests.e2e.served_folder import write_served
 
 

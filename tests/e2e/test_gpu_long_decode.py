@@ -17,7 +17,7 @@ from torch import Tensor
 
 from glowplug import LLM, SamplingParams
 from glowplug.core.plugin.registry import load_plugins
-from glowplug.entrypoints.cut_model import model_config, write_cut
+from glowplug.entrypoints.checkpoints.cut_model import model_config, write_cut
 from glowplug.kernels.launch.cuda_arch import SHORT
 from tests.gpu_logits import TEACHER, reference
 from tests.teacher_runtime import SCRIPTS, SEEN, score_prompts

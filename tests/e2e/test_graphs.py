@@ -9,7 +9,7 @@ import pytest
 
 from glowplug import LLM, SamplingParams
 from glowplug.core.errors import CaptureError
-from glowplug.entrypoints.llm import Completion
+from glowplug.entrypoints.front.llm import Completion
 from tests import replaying_runtime, short_rows, short_rows_runtime
 from tests.tiny import VOCAB, write_config
 

@@ -330,7 +330,7 @@ def test_processes_report_group_by_group(tmp_path: Path, alone: dict[int, Any]) 
 
 
 def test_statistics_add_up_over_groups() -> None:
-    from glowplug.entrypoints.front import Front
+    from glowplug.entrypoints.front.front import Front
     from tests.e2e.fake_engine import make_plan
 
     front = Front(make_plan(), None, ())

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from glowplug import LLM, SamplingParams
-from glowplug.entrypoints.llm import Completion
+from glowplug.entrypoints.front.llm import Completion
 from tests.e2e.cuts import CUTS
 from tests.tiny import VOCAB, write_config
 

@@ -10,7 +10,7 @@ import pytest
 
 from glowplug import LLM, SamplingParams
 from glowplug.core.testing.suites.sampler import assert_follows
-from glowplug.entrypoints.llm import Completion
+from glowplug.entrypoints.front.llm import Completion
 from glowplug.models.embedded.tasks import held_out_tasks
 from tests import accepting
 from tests.e2e.cuts import CUTS

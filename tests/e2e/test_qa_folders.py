@@ -8,7 +8,7 @@ import pytest
 
 from glowplug import LLM
 from glowplug.core.errors import PlanRefused
-from glowplug.entrypoints.cli import main
+from glowplug.entrypoints.cli.main import main
 from tests.e2e.fake_engine import TEMPLATE, VOCAB, make_tokenizer
 from tests.tiny import write_config
 

@@ -9,7 +9,7 @@ import pytest
 
 from glowplug import __version__
 from glowplug.core.text.tokenizer import Tokenizer
-from glowplug.entrypoints.client import EngineClient
+from glowplug.entrypoints.front.client import EngineClient
 from glowplug.entrypoints.server.context import Context
 from glowplug.entrypoints.server.routes import ROUTES
 from tests.e2e.fake_engine import TEMPLATE, make_plan, make_tokenizer

@@ -14,7 +14,7 @@ import torch
 
 from glowplug.core.step.request import SamplingParams
 from glowplug.entrypoints.bench import compare
-from glowplug.entrypoints.llm import LLM
+from glowplug.entrypoints.front.llm import LLM
 
 ATTEMPTS = 3  #: neighbours on the machine may disturb one
 #: figure -> (which of two is better, what it must reach)

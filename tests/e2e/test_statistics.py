@@ -13,8 +13,8 @@ from glowplug import LLM, SamplingParams
 from glowplug.core.step.messages import Admitted, Finished, Stats, StepOutput, total
 from glowplug.core.testing.harness.plans import bare_plan
 from glowplug.core.testing.harness.ranks import RankSet, rank_plan, submit
-from glowplug.entrypoints.delta import Delta, Times
-from glowplug.entrypoints.front import Front
+from glowplug.entrypoints.front.delta import Delta, Times
+from glowplug.entrypoints.front.front import Front
 from glowplug.entrypoints.server.logs import stats_line
 from tests.tiny import VOCAB, write_config
 

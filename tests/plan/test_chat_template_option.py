@@ -10,8 +10,8 @@ from glowplug.core.errors import PlanRefused, Refusal
 from glowplug.core.plan.plan import Decision, EnginePlan
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.entrypoints.bench.engine_options import engine_config
-from glowplug.entrypoints.flags import Given, Parser, add_engine_options, read_command_line
-from glowplug.entrypoints.model_text import open_tokenizer
+from glowplug.entrypoints.cli.flags import Given, Parser, add_engine_options, read_command_line
+from glowplug.entrypoints.front.model_text import open_tokenizer
 from tests.tiny_tokenizer import BOS, write_folder
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"

@@ -15,8 +15,8 @@ from glowplug.core.facts.model_folder import embedded_path
 from glowplug.core.plugin.registry import DEFAULT_PLUGINS, PluginSet
 from glowplug.core.plugin.slots import SLOTS
 from glowplug.entrypoints.bench import COMMANDS as BENCHES
-from glowplug.entrypoints.checkpoint import COMMANDS as CHECKPOINTS
-from glowplug.entrypoints.cli import COMMANDS, main
+from glowplug.entrypoints.checkpoints.random import COMMANDS as CHECKPOINTS
+from glowplug.entrypoints.cli.main import COMMANDS, main
 from tests.pace import child, slowness, yardstick
 from tests.source_tree import ROOT
 
@@ -95,7 +95,7 @@ def test_a_plan_for_another_machine_is_not_served(v3: Path) -> None:
 @pytest.mark.timing
 def test_check_is_quick_and_free_of_torch(v3: Path) -> None:
     """Less than a second of processor time, the start of the interpreter included."""
-    code = ("import sys; from glowplug.entrypoints.cli import main; "
+    code = ("import sys; from glowplug.entrypoints.cli.main import main; "
             f"code = main(['check', '--model', {str(v3)!r}, '--load-format', 'dummy']); "
             "heavy = [m for m in ('torch', 'transformers', 'numpy.testing', 'fastapi', 'safetensors') "
             "if m in sys.modules]; print(code, heavy, file=sys.stderr)")
@@ -163,7 +163,7 @@ OLDER = HardwareFacts(devices=(DeviceFacts("NVIDIA A100", 80 << 30, 80),))
     (CARD, "2.11.0+cu130", {"nccl": "", "hopper_mla": "needs sglang-kernel>=0.4.2 (not installed)"})])
 def test_plugins_says_what_lacks_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
                                        machine: HardwareFacts, torch: str, why: dict[str, str]) -> None:
-    monkeypatch.setattr("glowplug.entrypoints.commands.plugins.this_machine", lambda: machine)
+    monkeypatch.setattr("glowplug.entrypoints.cli.commands.plugins.this_machine", lambda: machine)
     installed = {"torch": torch, "triton": "3.6.0"}
     monkeypatch.setattr(PluginSet, "software", SoftwareFacts(packages=installed))
     assert main(["plugins", "--json"]) == 0

@@ -13,8 +13,8 @@ from glowplug.core.errors import WeightError
 from glowplug.core.facts.model_folder import embedded_path, read_folder
 from glowplug.core.facts.safetensors_header import read_header
 from glowplug.core.testing.harness.fakes import TINY_V3, write_model
-from glowplug.entrypoints.cli import main
-from glowplug.entrypoints.nextn_export import draft_config, renamed
+from glowplug.entrypoints.checkpoints.nextn_export import draft_config, renamed
+from glowplug.entrypoints.cli.main import main
 
 EMBEDDED = embedded_path()
 LAYERS = 5
@@ -127,7 +127,7 @@ def test_the_checkpoint_is_never_replaced(tmp_path: Path, where: str) -> None:
 
 
 def test_a_copy_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from glowplug.entrypoints import nextn_export
+    from glowplug.entrypoints.checkpoints import nextn_export
 
     out = tmp_path / "draft"
     out.mkdir()

@@ -9,8 +9,15 @@ import pytest
 
 from glowplug.core.errors import PlanRefused
 from glowplug.core.plugin.registry import PluginSet
-from glowplug.entrypoints.flag_table import FLAGS, MOOT, byte_count, text_list
-from glowplug.entrypoints.flags import Given, Parser, add_engine_options, command_line_layer, literal, read_command_line
+from glowplug.entrypoints.cli.flag_table import FLAGS, MOOT, byte_count, text_list
+from glowplug.entrypoints.cli.flags import (
+    Given,
+    Parser,
+    add_engine_options,
+    command_line_layer,
+    literal,
+    read_command_line,
+)
 
 
 def given(plugins: PluginSet, *words: str) -> Given:

@@ -8,9 +8,9 @@ import pytest
 
 from glowplug.core.errors import PlanRefused
 from glowplug.core.plugin.registry import PluginSet
-from glowplug.entrypoints.flag_table import ALWAYS, FLAGS, byte_count
-from glowplug.entrypoints.flags import Given, Parser, add_engine_options, read_command_line
-from glowplug.entrypoints.foreign_flags import BOTH, INSTEAD, SGLANG, VLLM, unsupported
+from glowplug.entrypoints.cli.flag_table import ALWAYS, FLAGS, byte_count
+from glowplug.entrypoints.cli.flags import Given, Parser, add_engine_options, read_command_line
+from glowplug.entrypoints.cli.foreign_flags import BOTH, INSTEAD, SGLANG, VLLM, unsupported
 
 
 def given(plugins: PluginSet, *words: str) -> Given:

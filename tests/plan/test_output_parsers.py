@@ -9,7 +9,7 @@ import pytest
 
 from glowplug.core.errors import PlanRefused, Refusal
 from glowplug.core.plugin.registry import PluginSet, load_plugins
-from glowplug.entrypoints.flags import Given, Parser, add_engine_options, read_command_line
+from glowplug.entrypoints.cli.flags import Given, Parser, add_engine_options, read_command_line
 
 CALLS = """
 from typing import Literal
@@ -121,7 +121,7 @@ def test_the_flag_for_tool_calls_takes_nothing_else(calling: PluginSet, v3: Path
 def test_a_piece_of_an_undeclared_kind_fails_its_request() -> None:
     """A parser that makes what it does not offer must not have its text run into the content."""
     from glowplug.core.protocols import Piece
-    from glowplug.entrypoints.delta import Delta
+    from glowplug.entrypoints.front.delta import Delta
     from glowplug.entrypoints.server.reasoning import Split
 
     class Factory:

@@ -182,7 +182,7 @@ def test_v3_over_two_hosts_prints_layout_and_bytes() -> None:
 @pytest.mark.timing
 def test_that_check_is_quick() -> None:
     """Less than a second of processor time, imports included, and no torch."""
-    code = ("import sys, time; from glowplug.entrypoints.cli import main; "
+    code = ("import sys, time; from glowplug.entrypoints.cli.main import main; "
             f"code = main(['check', '--facts', '2x8xh200', '--model', {V3!r}, '--load-format', 'dummy', '--tp', '16', "
             "'--ep-size', '16', '--dp-size', '16', '--speculative-algorithm', 'NEXTN', '--json']); "
             "print(code, time.process_time(), 'torch' in sys.modules, file=sys.stderr)")

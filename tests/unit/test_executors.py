@@ -13,7 +13,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.step.messages import Failed, Progress
-from glowplug.entrypoints.flags import serve_defaults
+from glowplug.entrypoints.cli.flags import serve_defaults
 from glowplug.plugins.executors.ranks.failure_cause import SPAWN, Kind, Watch, first_cause, host_limit
 from glowplug.plugins.executors.ranks.host import find_site
 from glowplug.plugins.executors.ranks.host_identity import differences, identity

@@ -19,7 +19,7 @@ from tests.source_tree import ROOT, dotted, name_of, sources, tree
 IMPORT_NAMES = {"sglang-kernel": "sgl_kernel", "flashinfer-python": "flashinfer", "sgl-deep-gemm": "deep_gemm"}
 #: files that may touch the environment, and why
 ENVIRONMENT_ACCESS = {
-    "entrypoints/tune_workers.py",  # CUDA_VISIBLE_DEVICES: deals the cards among the processes it starts
+    "entrypoints/cli/tune_workers.py",  # CUDA_VISIBLE_DEVICES: deals the cards among the processes it starts
     "core/engine/profiling.py",  # GLOWPLUG_PROFILE_DIR and its SGLang name, debug switches
     "core/config/files.py",  # "${NAME}" in the operator's own file
     "core/facts/machine.py",  # CUDA_VISIBLE_DEVICES: which devices the driver gives this process
@@ -27,7 +27,7 @@ ENVIRONMENT_ACCESS = {
     "models/embedded/training/batches.py",  # training: tells the tokenizer's library that workers follow
     "plugins/collectives/rendezvous.py",  # how torchrun tells its ranks where to meet
     "plugins/executors/ranks/host.py",  # the same: which rank this process looks after
-    "entrypoints/flags.py",  # was this process started by torchrun, and on how many hosts
+    "entrypoints/cli/flags.py",  # was this process started by torchrun, and on how many hosts
     "plugins/executors/ranks/process.py",  # how long torch's waiting threads spin, for a library that asks nowhere else
     "plugins/ops/torch_compile_runtime.py",  # where inductor keeps its programs, which it asks nowhere else
     "core/startup/torch_allocator.py",  # PYTORCH_ALLOC_CONF: has torch been told already how to take memory

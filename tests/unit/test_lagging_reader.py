@@ -8,8 +8,8 @@ import pytest
 
 from glowplug.core.errors import EngineDead
 from glowplug.core.step.messages import Logprobs
-from glowplug.entrypoints.client import _Mailbox
-from glowplug.entrypoints.delta import Delta
+from glowplug.entrypoints.front.client import _Mailbox
+from glowplug.entrypoints.front.delta import Delta
 from glowplug.entrypoints.server.answers import streamed
 
 

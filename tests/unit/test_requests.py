@@ -13,7 +13,7 @@ from glowplug.core.errors import RequestError
 from glowplug.core.plan.resolve import plan
 from glowplug.core.step.messages import Submit, decode_inbound, encode, packed_ids
 from glowplug.core.step.request import MAX_LOGPROBS, MAX_N, SamplingParams
-from glowplug.entrypoints.front import Front
+from glowplug.entrypoints.front.front import Front
 
 GOOD: dict[str, list[Any]] = {
     "n": [1, MAX_N], "max_tokens": [1, 1 << 31, None], "min_tokens": [0, 16], "temperature": [0, 0.0, 100.0],

@@ -10,9 +10,9 @@ import pytest
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.startup.layer_shapes import LayerShapes, layer_shapes
-from glowplug.entrypoints import tune_workers
-from glowplug.entrypoints.cli import main
-from glowplug.entrypoints.commands import tune
+from glowplug.entrypoints.cli import tune_workers
+from glowplug.entrypoints.cli.commands import tune
+from glowplug.entrypoints.cli.main import main
 from tests.tiny import write_config
 
 PLUGIN = "tests.sleepy_tuner"

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from glowplug.core.startup.layer_shapes import Tuner
-from glowplug.entrypoints.cli import main
-from glowplug.entrypoints.commands import tune
+from glowplug.entrypoints.cli.commands import tune
+from glowplug.entrypoints.cli.main import main
 
 MODEL = ("--model", "tiny-v3", "--device", "cpu", "--plugin", "tests.sleepy_tuner")
 

@@ -65,7 +65,7 @@ def test_the_unpacked_wheel_plans(built: Path, tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     code = (f"import sys; sys.path.insert(0, {str(tmp_path)!r});"  # plugins that are installed stay in reach
             "import glowplug; assert glowplug.__file__.startswith(" + repr(str(tmp_path)) + ");"
-            "from glowplug.entrypoints.cli import main; sys.exit(main(['check', '--facts', 'cpu']))")
+            "from glowplug.entrypoints.cli.main import main; sys.exit(main(['check', '--facts', 'cpu']))")
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True,
                           check=False)
     assert done.returncode == 0, done.stdout + done.stderr

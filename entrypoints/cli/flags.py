@@ -23,9 +23,9 @@ from glowplug.core.facts.model_folder import EMBEDDED
 from glowplug.core.plan.plan import Decision, EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
-from glowplug.entrypoints.flag_table import ALWAYS, FLAGS, MOOT, Flag
-from glowplug.entrypoints.parallel_flags import ONE_RANK, SECTION, arrange, larger_than_one
-from glowplug.entrypoints.parser_flags import without_wrong_parsers
+from glowplug.entrypoints.cli.flag_table import ALWAYS, FLAGS, MOOT, Flag
+from glowplug.entrypoints.cli.parallel_flags import ONE_RANK, SECTION, arrange, larger_than_one
+from glowplug.entrypoints.cli.parser_flags import without_wrong_parsers
 
 _NUMBER = re.compile(r"-\d+(?:\.\d+)?")
 SHOWN = 200  #: characters of a flag's value in messages
@@ -60,7 +60,7 @@ class Parser(argparse.ArgumentParser):
                 yield f"unexpected argument {word!r}"
 
     def _unknown(self, name: str) -> str:
-        from glowplug.entrypoints.foreign_flags import unsupported
+        from glowplug.entrypoints.cli.foreign_flags import unsupported
 
         known = [flag for flag in self._option_string_actions if flag.startswith("--")]
         reason = unsupported(name, known)

@@ -9,7 +9,7 @@ from glowplug.core.errors import Refusal
 from glowplug.core.plugin.offers import OutputOffers
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.plugin.slots import SLOTS
-from glowplug.entrypoints.parallel_flags import reorder
+from glowplug.entrypoints.cli.parallel_flags import reorder
 
 FLAG = "--tool-call-parser"
 OUTPUTS = next(slot for slot in SLOTS if slot.name == "outputs")

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from glowplug.entrypoints.flag_table import ALWAYS
+from glowplug.entrypoints.cli.flag_table import ALWAYS
 
 #: (pattern somewhere in a name, what to do instead), the first that fits
 INSTEAD: tuple[tuple[str, str], ...] = (

@@ -12,7 +12,7 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import ServerOptions
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.protocols import Executor
-from glowplug.entrypoints import exit_codes
+from glowplug.entrypoints.cli import exit_codes
 
 logger = logging.getLogger("glowplug.server")
 

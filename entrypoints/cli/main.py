@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from glowplug.core.errors import GlowplugError, PlanRefused, PluginLoadError
-from glowplug.entrypoints import command_list
-from glowplug.entrypoints.exit_codes import FAILED, OK, REFUSED
-from glowplug.entrypoints.flags import Parser
+from glowplug.entrypoints.cli import usage as command_list
+from glowplug.entrypoints.cli.exit_codes import FAILED, OK, REFUSED
+from glowplug.entrypoints.cli.flags import Parser
 
 
 @dataclass(frozen=True)
@@ -23,18 +23,18 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {
-    "serve": Command("glowplug.entrypoints.commands.serve", "serve a model over HTTP (OpenAI API)"),
-    "demo": Command("glowplug.entrypoints.demo", "plan, then a streamed answer of the embedded model"),
-    "check": Command("glowplug.entrypoints.commands.check", "plan only: print the table, or every reason against it"),
-    "facts": Command("glowplug.entrypoints.commands.facts", "this machine's fact sheet, to plan for it elsewhere"),
-    "plugins": Command("glowplug.entrypoints.commands.plugins", "list plugins and what they register"),
-    "schema": Command("glowplug.entrypoints.commands.schema", "JSON Schema of the configuration, for editors"),
+    "serve": Command("glowplug.entrypoints.cli.commands.serve", "serve a model over HTTP (OpenAI API)"),
+    "demo": Command("glowplug.entrypoints.cli.demo", "plan, then a streamed answer of the embedded model"),
+    "check": Command("glowplug.entrypoints.cli.commands.check", "plan only: print the table, or every reason against it"),
+    "facts": Command("glowplug.entrypoints.cli.commands.facts", "this machine's fact sheet, to plan for it elsewhere"),
+    "plugins": Command("glowplug.entrypoints.cli.commands.plugins", "list plugins and what they register"),
+    "schema": Command("glowplug.entrypoints.cli.commands.schema", "JSON Schema of the configuration, for editors"),
     "bench": Command("glowplug.entrypoints.bench", "benchmarks: one-batch, serving, ..."),
-    "tune": Command("glowplug.entrypoints.commands.tune", "measure kernels for a model on this card, keep the fastest"),
-    "export-nextn": Command("glowplug.entrypoints.commands.export_nextn",
+    "tune": Command("glowplug.entrypoints.cli.commands.tune", "measure kernels for a model on this card, keep the fastest"),
+    "export-nextn": Command("glowplug.entrypoints.cli.commands.export_nextn",
                             "write a checkpoint's next-token layer as a draft folder"),
-    "checkpoint": Command("glowplug.entrypoints.checkpoint", "make and inspect checkpoints"),
-    "version": Command("glowplug.entrypoints.commands.version", "print the version"),
+    "checkpoint": Command("glowplug.entrypoints.checkpoints.random", "make and inspect checkpoints"),
+    "version": Command("glowplug.entrypoints.cli.commands.version", "print the version"),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
-from glowplug.entrypoints.exit_codes import REFUSED
+from glowplug.entrypoints.cli.exit_codes import REFUSED
 
 
 def usage(program: str, commands: Mapping[str, str]) -> str:

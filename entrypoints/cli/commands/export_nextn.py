@@ -7,7 +7,7 @@ from pathlib import Path
 
 from glowplug.core.errors import FactsError, GlowplugError
 from glowplug.core.facts.model_folder import locate_model, read_folder
-from glowplug.entrypoints.nextn_export import export
+from glowplug.entrypoints.checkpoints.nextn_export import export
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

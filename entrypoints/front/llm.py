@@ -16,12 +16,12 @@ from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.step.messages import Abort, Control, Logprobs, Reply, decode_outbound, encode
 from glowplug.core.step.request import SamplingParams
-from glowplug.entrypoints import inputs
-from glowplug.entrypoints.delta import Delta
-from glowplug.entrypoints.front import Front, Stream
-from glowplug.entrypoints.inputs import Message, Prompt
-from glowplug.entrypoints.launch import start_executor
-from glowplug.entrypoints.model_text import eos_ids, open_tokenizer
+from glowplug.entrypoints.front import inputs
+from glowplug.entrypoints.front.delta import Delta
+from glowplug.entrypoints.front.front import Front, Stream
+from glowplug.entrypoints.front.inputs import Message, Prompt
+from glowplug.entrypoints.front.model_text import eos_ids, open_tokenizer
+from glowplug.entrypoints.front.open_engine import start_executor
 
 #: sections of the server alone
 UNUSED = dict.fromkeys(("server", "log", "metrics"), "LLM(...) serves no HTTP and sets up no log")

@@ -23,8 +23,8 @@ from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.protocols import WeightSource, WeightTarget, Worker
 from glowplug.core.startup.build_rank import build_context
-from glowplug.entrypoints.byte_tokenizer import TOKENS, write_byte_tokenizer
-from glowplug.entrypoints.checkpoint import BYTES, NONE, TOKENIZER_FILES
+from glowplug.entrypoints.checkpoints.byte_tokenizer import TOKENS, write_byte_tokenizer
+from glowplug.entrypoints.checkpoints.random import BYTES, NONE, TOKENIZER_FILES
 
 
 def write_random(out: Path, config: dict[str, Any], *, seed: int, shard_bytes: int, tokenizer: str) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from glowplug.core.errors import GlowplugError
-from glowplug.entrypoints.command_list import without_command
+from glowplug.entrypoints.cli.usage import without_command
 
 COMMANDS = {"random": "write a checkpoint of random weights"}
 BYTES, NONE = "bytes", "none"
@@ -23,7 +23,7 @@ FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "we
 
 def shapes() -> dict[str, Path]:
     """Named shapes and their config.json files."""
-    folder = Path(__file__).absolute().parents[1] / "models" / "shapes"
+    folder = Path(__file__).absolute().parents[2] / "models" / "shapes"
     return {path.stem: path for path in sorted(folder.glob("*.json"))}
 
 
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         return without_command("glowplug checkpoint", COMMANDS)
     try:
         config = read_config(args)
-        from glowplug.entrypoints.checkpoint_writer import write_random
+        from glowplug.entrypoints.checkpoints.writer import write_random
         total = write_random(args.out, config, seed=args.seed, shard_bytes=args.shard_mb << 20,
                              tokenizer=args.tokenizer)
     except (GlowplugError, OSError) as error:

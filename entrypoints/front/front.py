@@ -30,7 +30,7 @@ from glowplug.core.step.messages import (
 from glowplug.core.step.request import SamplingParams
 from glowplug.core.text.stop_strings import OutputProcessor
 from glowplug.core.text.tokenizer import Tokenizer
-from glowplug.entrypoints.delta import Delta, Times
+from glowplug.entrypoints.front.delta import Delta, Times
 
 
 @dataclass(slots=True, eq=False)

@@ -8,7 +8,7 @@ from typing import Any
 
 from glowplug.core.plugin.registry import PluginSet
 
-SHAPES = Path(__file__).resolve().parents[1] / "models" / "shapes"
+SHAPES = Path(__file__).resolve().parents[2] / "models" / "shapes"
 ALIASES = {"v2lite": "deepseek-v2-lite", "v3": "deepseek-v3", "v3slice": "deepseek-v3-slice"}
 
 

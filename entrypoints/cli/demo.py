@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from glowplug.core.step.request import SamplingParams
-from glowplug.entrypoints.commands.check import add_plan_option, show_plan
-from glowplug.entrypoints.delta import Delta
+from glowplug.entrypoints.cli.commands.check import add_plan_option, show_plan
+from glowplug.entrypoints.front.delta import Delta
 
 PROMPTS = ("What is 27 + 15?", "Who are you?")
 
@@ -25,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from glowplug.entrypoints.llm import LLM
+    from glowplug.entrypoints.front.llm import LLM
 
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
     thinking = {"thinking": True} if args.think else {}

@@ -19,8 +19,8 @@ from glowplug.core.protocols import Executor
 from glowplug.core.step.messages import Control, Inbound, Outbound, Reply, Stats, decode_outbound, encode
 from glowplug.core.step.request import SamplingParams
 from glowplug.core.text.tokenizer import Tokenizer
-from glowplug.entrypoints.delta import Delta
-from glowplug.entrypoints.front import Front, Stream
+from glowplug.entrypoints.front.delta import Delta
+from glowplug.entrypoints.front.front import Front, Stream
 
 __all__ = ["Delta", "EngineClient"]
 

@@ -19,9 +19,9 @@ from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.loading import import_factory
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.core.startup.layer_shapes import TableTuner, Tuner, TuneTable, layer_shapes
-from glowplug.entrypoints.cut_model import model_config, write_cut
-from glowplug.entrypoints.flags import add_engine_options, read_command_line
-from glowplug.entrypoints.tune_workers import run_workers
+from glowplug.entrypoints.checkpoints.cut_model import model_config, write_cut
+from glowplug.entrypoints.cli.flags import add_engine_options, read_command_line
+from glowplug.entrypoints.cli.tune_workers import run_workers
 
 ELSEWHERE = Refusal("tune", "--facts", "tables are measured on this machine's card, not on a fact sheet's",
                     "leave --facts out, or use `glowplug check`")
