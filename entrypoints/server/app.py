@@ -12,12 +12,13 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import OutputParserFactory
 from glowplug.core.text.tokenizer import Tokenizer
 from glowplug.entrypoints.front.client import EngineClient
-from glowplug.entrypoints.server import auth, errors
-from glowplug.entrypoints.server.answers import json_response
-from glowplug.entrypoints.server.body import install_schema
+from glowplug.entrypoints.server import errors
 from glowplug.entrypoints.server.context import Context
-from glowplug.entrypoints.server.limits import Gate
 from glowplug.entrypoints.server.routes import ROUTES
+from glowplug.entrypoints.server.transport import auth
+from glowplug.entrypoints.server.transport.body import install_schema
+from glowplug.entrypoints.server.transport.limits import Gate
+from glowplug.entrypoints.server.transport.streaming import json_response
 
 
 def create_app(plan: EnginePlan, client: EngineClient, tokenizer: Tokenizer | None,

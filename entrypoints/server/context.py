@@ -16,11 +16,11 @@ from glowplug.core.protocols import OutputParserFactory
 from glowplug.core.text.tokenizer import Tokenizer
 from glowplug.entrypoints.front.client import EngineClient
 from glowplug.entrypoints.server.errors import Unavailable
-from glowplug.entrypoints.server.jobs import Jobs
+from glowplug.entrypoints.server.generate.job import Jobs
+from glowplug.entrypoints.server.generate.text_pool import TextWorkers
+from glowplug.entrypoints.server.generate.token_names import TokenNames
 from glowplug.entrypoints.server.metrics import Metrics
 from glowplug.entrypoints.server.request_log import RequestLog
-from glowplug.entrypoints.server.texts import TextWorkers
-from glowplug.entrypoints.server.token_names import TokenNames
 
 BYTES_A_TOKEN = 16  #: default cap on prompt bytes, a token of context
 

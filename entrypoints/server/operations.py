@@ -12,12 +12,12 @@ from starlette.responses import Response
 from glowplug import __version__
 from glowplug.core.errors import EngineDead, RequestError
 from glowplug.core.step.request import SamplingParams
-from glowplug.entrypoints.server.answers import json_response
-from glowplug.entrypoints.server.body import body_of
 from glowplug.entrypoints.server.context import Context, get_context
 from glowplug.entrypoints.server.errors import Unavailable, sanitise
-from glowplug.entrypoints.server.jobs import Job
+from glowplug.entrypoints.server.generate.job import Job
 from glowplug.entrypoints.server.protocol.native import AbortRequest, ProfileRequest
+from glowplug.entrypoints.server.transport.body import body_of
+from glowplug.entrypoints.server.transport.streaming import json_response
 
 Server = Annotated[Context, Depends(get_context)]
 

@@ -8,7 +8,9 @@ from typing import Any
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from glowplug.entrypoints.server import chat, completions, native, operations, text_routes
+from glowplug.entrypoints.server import operations
+from glowplug.entrypoints.server.native import generate as native, tokenize as text_routes
+from glowplug.entrypoints.server.openai import chat, completions
 from glowplug.entrypoints.server.protocol import responses as answers
 from glowplug.entrypoints.server.protocol.chat import ChatRequest
 from glowplug.entrypoints.server.protocol.completions import CompletionRequest

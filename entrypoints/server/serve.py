@@ -34,8 +34,8 @@ from glowplug.entrypoints.front.model_text import eos_ids, open_tokenizer
 from glowplug.entrypoints.front.open_engine import make_executor, start_executor
 from glowplug.entrypoints.server.app import create_app
 from glowplug.entrypoints.server.context import Context
-from glowplug.entrypoints.server.http_protocol import GuardedProtocol
 from glowplug.entrypoints.server.logs import set_up_logging, stats_lines
+from glowplug.entrypoints.server.transport.http_protocol import GuardedProtocol
 
 logger = logging.getLogger("glowplug.server")
 

@@ -10,8 +10,8 @@ from fastapi import APIRouter, FastAPI
 from glowplug.core.errors import PluginLoadError, RequestError
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.options import ServerOptions
-from glowplug.entrypoints.server.auth import Authoriser, leaf_routes, require_guarded
 from glowplug.entrypoints.server.routes import ROUTES
+from glowplug.entrypoints.server.transport.auth import Authoriser, leaf_routes, require_guarded
 from tests.e2e.serving import HTTP, Served, served
 from tests.waiting import LIMIT
 

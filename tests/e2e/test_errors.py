@@ -12,8 +12,8 @@ import httpx
 import psutil
 import pytest
 
-from glowplug.entrypoints.server import body as bodies
-from glowplug.entrypoints.server.jobs import Meter
+from glowplug.entrypoints.server.generate.job import Meter
+from glowplug.entrypoints.server.transport import body as bodies
 from tests.e2e.fake_engine import FakeExecutor
 from tests.e2e.serving import Served, served
 from tests.pace import slowness, yardstick

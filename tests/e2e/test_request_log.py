@@ -197,7 +197,7 @@ def test_our_own_bugs_are_logged_by_type(server: Served, lines: Lines, monkeypat
     def broken(*arguments: object) -> None:
         raise ZeroDivisionError(SECRET)
 
-    monkeypatch.setattr("glowplug.entrypoints.server.text_routes._card", broken)
+    monkeypatch.setattr("glowplug.entrypoints.server.native.tokenize._card", broken)
     assert httpx.get(server.url + "/v1/models").status_code == 500
     (one,) = lines.requests(1)
     assert (one["status"], one["code"], one["error"]) == (500, "internal_error", "ZeroDivisionError")

@@ -122,7 +122,7 @@ def test_a_piece_of_an_undeclared_kind_fails_its_request() -> None:
     """A parser that makes what it does not offer must not have its text run into the content."""
     from glowplug.core.protocols import Piece
     from glowplug.entrypoints.front.delta import Delta
-    from glowplug.entrypoints.server.reasoning import Split
+    from glowplug.entrypoints.server.generate.reasoning import Split
 
     class Factory:
         def start(self, prompt_tail: str, thinking: bool | None = None) -> Any:

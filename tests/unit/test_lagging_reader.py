@@ -10,7 +10,7 @@ from glowplug.core.errors import EngineDead
 from glowplug.core.step.messages import Logprobs
 from glowplug.entrypoints.front.client import _Mailbox
 from glowplug.entrypoints.front.delta import Delta
-from glowplug.entrypoints.server.answers import streamed
+from glowplug.entrypoints.server.transport.streaming import streamed
 
 
 def delta(count: int, end: str | None = None) -> Delta:

@@ -11,8 +11,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from glowplug.core.errors import RequestError
 from glowplug.entrypoints.server.errors import error_body
-from glowplug.entrypoints.server.limits import MAX_HEADER_BYTES
 from glowplug.entrypoints.server.request_log import RequestLog, RequestRecord, peer
+from glowplug.entrypoints.server.transport.limits import MAX_HEADER_BYTES
 
 HEAD_SECONDS = 30.0  #: from the first byte of a request to the end of its headers
 DISCARD_SECONDS = 30.0  #: how long the rest of a body that was already refused is read and thrown away

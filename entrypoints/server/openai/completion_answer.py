@@ -8,13 +8,13 @@ from typing import Any
 import orjson
 
 from glowplug.entrypoints.front.delta import Delta
-from glowplug.entrypoints.server.chat_text import ending
-from glowplug.entrypoints.server.choice_events import NUL, ChoiceEvents, Halves
 from glowplug.entrypoints.server.context import Context
-from glowplug.entrypoints.server.logprobs import CompletionLogprobs
-from glowplug.entrypoints.server.prompts import Prompt
+from glowplug.entrypoints.server.generate.events import NUL, ChoiceEvents, Halves
+from glowplug.entrypoints.server.generate.logprobs import CompletionLogprobs
+from glowplug.entrypoints.server.generate.prompts import Prompt
+from glowplug.entrypoints.server.generate.usage import UsageCount
+from glowplug.entrypoints.server.openai.chat_answer import ending
 from glowplug.entrypoints.server.protocol.completions import CompletionRequest
-from glowplug.entrypoints.server.usage import UsageCount
 
 
 @dataclass

@@ -11,11 +11,11 @@ from fastapi import Request
 from glowplug.core.errors import RequestError
 from glowplug.core.step.request import SamplingParams
 from glowplug.entrypoints.server.context import Context
-from glowplug.entrypoints.server.jobs import Job
-from glowplug.entrypoints.server.prompts import Prompt
+from glowplug.entrypoints.server.generate.job import Job
+from glowplug.entrypoints.server.generate.params import choices, inside, unknown_fields
+from glowplug.entrypoints.server.generate.prompts import Prompt
 from glowplug.entrypoints.server.protocol.fields import SamplingFields
 from glowplug.entrypoints.server.request_log import RECORD, RequestRecord
-from glowplug.entrypoints.server.sampling import choices, inside, unknown_fields
 
 MAX_TIMEOUT = 86400.0
 _NAME = re.compile(r"[^A-Za-z0-9_.\-]")

@@ -7,7 +7,7 @@ from typing import Any
 
 from glowplug.entrypoints.front.delta import Delta
 from glowplug.entrypoints.server.context import Context
-from glowplug.entrypoints.server.logprobs import Native, native_logprobs, native_top
+from glowplug.entrypoints.server.generate.logprobs import Native, native_logprobs, native_top
 from glowplug.entrypoints.server.protocol.native import GenerateRequest
 
 

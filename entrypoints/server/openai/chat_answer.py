@@ -9,13 +9,13 @@ import orjson
 
 from glowplug.core.protocols import OutputParserFactory
 from glowplug.entrypoints.front.delta import Delta
-from glowplug.entrypoints.server.choice_events import NUL, ChoiceEvents, Halves
 from glowplug.entrypoints.server.context import Context
-from glowplug.entrypoints.server.logprobs import chat_logprobs
-from glowplug.entrypoints.server.prompts import TAIL, Prompt, wanted_thinking
+from glowplug.entrypoints.server.generate.events import NUL, ChoiceEvents, Halves
+from glowplug.entrypoints.server.generate.logprobs import chat_logprobs
+from glowplug.entrypoints.server.generate.prompts import TAIL, Prompt, wanted_thinking
+from glowplug.entrypoints.server.generate.reasoning import Split
+from glowplug.entrypoints.server.generate.usage import UsageCount
 from glowplug.entrypoints.server.protocol.chat import ChatRequest
-from glowplug.entrypoints.server.reasoning import Split
-from glowplug.entrypoints.server.usage import UsageCount
 
 
 def ending(context: Context, delta: Delta) -> dict[str, Any]:

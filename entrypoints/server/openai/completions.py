@@ -8,14 +8,14 @@ from starlette.responses import Response
 
 from glowplug.core.errors import RequestError
 from glowplug.core.step.request import SamplingParams
-from glowplug.entrypoints.server import prompts
-from glowplug.entrypoints.server.answers import EventStream, collected, json_response, streamed, unless_gone
-from glowplug.entrypoints.server.body import body_of
-from glowplug.entrypoints.server.completion_text import CompletionChunks, WholeCompletion
 from glowplug.entrypoints.server.context import Context, get_context
+from glowplug.entrypoints.server.generate import prompts
+from glowplug.entrypoints.server.generate.params import openai_params
+from glowplug.entrypoints.server.generate.requests import openai_job, warnings
+from glowplug.entrypoints.server.openai.completion_answer import CompletionChunks, WholeCompletion
 from glowplug.entrypoints.server.protocol.completions import CompletionRequest
-from glowplug.entrypoints.server.requests import openai_job, warnings
-from glowplug.entrypoints.server.sampling import openai_params
+from glowplug.entrypoints.server.transport.body import body_of
+from glowplug.entrypoints.server.transport.streaming import EventStream, collected, json_response, streamed, unless_gone
 
 DEFAULT_TOKENS = 16
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import orjson
 
-from glowplug.entrypoints.server.answers import DONE, event
+from glowplug.entrypoints.server.generate.usage import UsageCount
 from glowplug.entrypoints.server.protocol.fields import StreamOptions
-from glowplug.entrypoints.server.usage import UsageCount
+from glowplug.entrypoints.server.transport.streaming import DONE, event
 
 NUL = "\0"
 Halves = tuple[bytes, bytes]  #: what stands before and behind the text in an event that carries nothing but text

@@ -7,14 +7,14 @@ from fastapi import Depends, Request
 from starlette.responses import Response
 
 from glowplug.core.errors import RequestError
-from glowplug.entrypoints.server import prompts
-from glowplug.entrypoints.server.answers import EventStream, collected, json_response, streamed, unless_gone
-from glowplug.entrypoints.server.body import body_of
-from glowplug.entrypoints.server.chat_text import ChatChunks, WholeChat
 from glowplug.entrypoints.server.context import Context, get_context
+from glowplug.entrypoints.server.generate import prompts
+from glowplug.entrypoints.server.generate.params import openai_params
+from glowplug.entrypoints.server.generate.requests import openai_job, warnings
+from glowplug.entrypoints.server.openai.chat_answer import ChatChunks, WholeChat
 from glowplug.entrypoints.server.protocol.chat import ChatRequest
-from glowplug.entrypoints.server.requests import openai_job, warnings
-from glowplug.entrypoints.server.sampling import openai_params
+from glowplug.entrypoints.server.transport.body import body_of
+from glowplug.entrypoints.server.transport.streaming import EventStream, collected, json_response, streamed, unless_gone
 
 
 async def chat(request: Request, body: Annotated[ChatRequest, Depends(body_of(ChatRequest))],

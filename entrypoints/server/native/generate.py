@@ -10,15 +10,15 @@ from starlette.responses import Response
 
 from glowplug.core.errors import RequestError
 from glowplug.core.step.request import SamplingParams
-from glowplug.entrypoints.server import prompts
-from glowplug.entrypoints.server.answers import DONE, EventStream, event, json_response, unless_gone
-from glowplug.entrypoints.server.body import body_of
 from glowplug.entrypoints.server.context import Context, get_context
-from glowplug.entrypoints.server.jobs import Job
-from glowplug.entrypoints.server.native_text import NativeOutputs
+from glowplug.entrypoints.server.generate import prompts
+from glowplug.entrypoints.server.generate.job import Job
+from glowplug.entrypoints.server.generate.params import inside, native_params, unknown_fields
+from glowplug.entrypoints.server.generate.requests import make_job, request_id, warnings
+from glowplug.entrypoints.server.native.answer import NativeOutputs
 from glowplug.entrypoints.server.protocol.native import GenerateRequest, NativeSampling
-from glowplug.entrypoints.server.requests import make_job, request_id, warnings
-from glowplug.entrypoints.server.sampling import inside, native_params, unknown_fields
+from glowplug.entrypoints.server.transport.body import body_of
+from glowplug.entrypoints.server.transport.streaming import DONE, EventStream, event, json_response, unless_gone
 
 
 async def generate(request: Request, body: Annotated[GenerateRequest, Depends(body_of(GenerateRequest))],

@@ -7,11 +7,11 @@ from fastapi import Depends
 from starlette.responses import Response
 
 from glowplug.core.errors import RequestError
-from glowplug.entrypoints.server import prompts
-from glowplug.entrypoints.server.answers import json_response
-from glowplug.entrypoints.server.body import body_of
 from glowplug.entrypoints.server.context import Context, get_context
+from glowplug.entrypoints.server.generate import prompts
 from glowplug.entrypoints.server.protocol.native import DetokenizeRequest, TokenizeRequest
+from glowplug.entrypoints.server.transport.body import body_of
+from glowplug.entrypoints.server.transport.streaming import json_response
 
 Server = Annotated[Context, Depends(get_context)]
 

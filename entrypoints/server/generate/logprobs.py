@@ -4,7 +4,7 @@ from __future__ import annotations
 from typing import Any
 
 from glowplug.core.step.messages import Logprobs
-from glowplug.entrypoints.server.token_names import TokenNames
+from glowplug.entrypoints.server.generate.token_names import TokenNames
 
 FLOOR = -9999.0  #: stands for minus infinity, which JSON cannot say
 
