@@ -157,7 +157,7 @@ def main() -> int:
     parser.add_argument("--heads", type=int, nargs="+", default=[16, 128])
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     options = parser.parse_args()
-    from glowplug.entrypoints.bench.conditions import conditions
+    from glowplug.entrypoints.bench.others.conditions import conditions
 
     lines = []
     for heads in options.heads:

@@ -190,8 +190,8 @@ def main() -> int:
         left = left_by(options.left_by)
         chosen = [cell for cell in chosen if cell.name in left]
     print(f"{len(cells)} cells, {len(fitting)} admitted, {len(chosen)} to run", flush=True)
-    from glowplug.entrypoints.bench.conditions import conditions
-    from glowplug.entrypoints.bench.report import write_json
+    from glowplug.entrypoints.bench.others.conditions import conditions
+    from glowplug.entrypoints.bench.others.report import write_json
 
     said = conditions(options.device) | {
         "command": "python -m tests.gpu_combinations " + " ".join(sys.argv[1:]), "cells": len(cells),

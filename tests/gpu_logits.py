@@ -262,7 +262,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="ways whose names match this")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    from glowplug.entrypoints.bench.conditions import conditions
+    from glowplug.entrypoints.bench.others.conditions import conditions
 
     plugins = load_plugins()
     found: dict[str, dict[str, Any]] = {}

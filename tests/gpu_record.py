@@ -50,7 +50,7 @@ class Record:
     """Outcomes by test; the worst of its phases counts."""
 
     def __init__(self, path: Path, config: pytest.Config) -> None:
-        from glowplug.entrypoints.bench.conditions import conditions_apart
+        from glowplug.entrypoints.bench.others.conditions import conditions_apart
 
         words = " ".join(map(str, config.invocation_params.args))
         self._path, self._started, self._written = path, time.monotonic(), 0.0
@@ -85,7 +85,7 @@ class Record:
         self._write()
 
     def _write(self) -> None:
-        from glowplug.entrypoints.bench.report import write_json
+        from glowplug.entrypoints.bench.others.report import write_json
 
         self._written = time.monotonic()
         counts = Counter(self._tests.values())

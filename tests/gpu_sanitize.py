@@ -316,8 +316,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.inside:
         return run_tests(options.inside, options.tools[0], options.captured, options.seconds)
-    from glowplug.entrypoints.bench.conditions import conditions
-    from glowplug.entrypoints.bench.report import write_json
+    from glowplug.entrypoints.bench.others.conditions import conditions
+    from glowplug.entrypoints.bench.others.report import write_json
 
     started, asked = time.monotonic(), jobs(options.tools, options.only)
     said = conditions("cuda") | {"command": "python -m tests.gpu_sanitize " + " ".join(sys.argv[1:])}

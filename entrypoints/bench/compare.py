@@ -15,17 +15,17 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from glowplug.core.errors import GlowplugError
-from glowplug.entrypoints.bench import report
-from glowplug.entrypoints.bench.backends import BACKENDS, Request
-from glowplug.entrypoints.bench.datasets import Prompt
-from glowplug.entrypoints.bench.engine_options import add_engine_options, engine_config
-from glowplug.entrypoints.bench.http_stream import Target, call
-from glowplug.entrypoints.bench.load import Load, drive
-from glowplug.entrypoints.bench.local_server import MODEL, LocalServer
+from glowplug.entrypoints.bench.load.backends import BACKENDS, Request
+from glowplug.entrypoints.bench.load.datasets import Prompt
+from glowplug.entrypoints.bench.load.http_stream import Target, call
+from glowplug.entrypoints.bench.load.load import Load, drive
+from glowplug.entrypoints.bench.load.local_server import MODEL, LocalServer
+from glowplug.entrypoints.bench.others import report
+from glowplug.entrypoints.bench.others.engine_options import add_engine_options, engine_config
 from glowplug.entrypoints.front import event_loop
 
 if TYPE_CHECKING:
-    from glowplug.entrypoints.bench.transformers_side import TransformersSide
+    from glowplug.entrypoints.bench.others.transformers_side import TransformersSide
     from glowplug.entrypoints.front.llm import LLM
 
 Ids = list[list[int]]
@@ -77,7 +77,7 @@ def compare(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sides(args: argparse.Namespace, llm: LLM, rounds: list[Ids]) -> dict[str, Any]:
-    from glowplug.entrypoints.bench.transformers_side import TransformersSide
+    from glowplug.entrypoints.bench.others.transformers_side import TransformersSide
 
     theirs = TransformersSide(llm.plan.facts.model.path)
     names = ("ours_batch1", "theirs_batch1", "ours_concurrent", "theirs_one_by_one")

@@ -19,16 +19,16 @@ from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.component import Component
 from glowplug.core.plugin.offers import AttentionOffers
 from glowplug.core.plugin.registry import PluginSet, load_plugins
-from glowplug.entrypoints.bench import report
-from glowplug.entrypoints.bench.conditions import conditions
-from glowplug.entrypoints.bench.engine_options import add_engine_options, engine_config
-from glowplug.entrypoints.bench.floor import card_bandwidth
+from glowplug.entrypoints.bench.others import report
+from glowplug.entrypoints.bench.others.conditions import conditions
+from glowplug.entrypoints.bench.others.engine_options import add_engine_options, engine_config
+from glowplug.entrypoints.bench.others.floor import card_bandwidth
 from glowplug.entrypoints.checkpoints.cut_model import model_config, write_cut
 
 if TYPE_CHECKING:
     from glowplug.core.plan.plan import EnginePlan
-    from glowplug.entrypoints.bench.kernel_calls import Call
-    from glowplug.entrypoints.bench.kernel_world import StepShape
+    from glowplug.entrypoints.bench.kernel.calls import Call
+    from glowplug.entrypoints.bench.kernel.world import StepShape
 
 #: products a second, dense, by a part of the card's name: of 16-bit numbers and of FP8 (measured; the table's floor)
 PRODUCTS = {"H200": (7.9e14, 1.5e15), "H100": (7.9e14, 1.5e15)}
@@ -120,7 +120,7 @@ def _providers(section: str, component: Component, options: Mapping[str, Any],
 
 def measure(args: argparse.Namespace, config: dict[str, Any], plugins: PluginSet, folder: Path) -> dict[str, Any]:
     """Rows of every variant, and why the others were not measured."""
-    from glowplug.entrypoints.bench.kernel_world import StepShape
+    from glowplug.entrypoints.bench.kernel.world import StepShape
 
     times = write_cut(model_config(str(config.get("model", "embedded")), plugins), folder)
     shapes = [StepShape(rows, args.context) for rows in args.batch_size]
@@ -177,8 +177,8 @@ def _measure_variant(variant: Variant, plan: EnginePlan, plugins: PluginSet, sha
                      rates: tuple[float, float]) -> list[dict[str, Any]]:
     import torch
 
-    from glowplug.entrypoints.bench.kernel_timing import seconds
-    from glowplug.entrypoints.bench.kernel_world import KernelWorld
+    from glowplug.entrypoints.bench.kernel.timing import seconds
+    from glowplug.entrypoints.bench.kernel.world import KernelWorld
 
     known = {(row["step"], *row["key"]): row["out"] for row in before}
     world = KernelWorld(plan, plugins)

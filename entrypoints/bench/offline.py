@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from glowplug.core.errors import GlowplugError
-from glowplug.entrypoints.bench import report
-from glowplug.entrypoints.bench.datasets import random_lengths
-from glowplug.entrypoints.bench.engine_options import add_engine_options, engine_config
-from glowplug.entrypoints.bench.in_process import traced
+from glowplug.entrypoints.bench.load.datasets import random_lengths
+from glowplug.entrypoints.bench.others import report
+from glowplug.entrypoints.bench.others.engine_options import add_engine_options, engine_config
+from glowplug.entrypoints.bench.others.in_process import traced
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

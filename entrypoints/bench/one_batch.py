@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from glowplug.core.errors import EngineDead, GlowplugError
-from glowplug.entrypoints.bench import report
-from glowplug.entrypoints.bench.conditions import conditions
-from glowplug.entrypoints.bench.engine_options import add_engine_options, engine_config
-from glowplug.entrypoints.bench.floor import card_bandwidth, known_card, plan_floor
-from glowplug.entrypoints.bench.in_process import BatchTimes, median_run, random_ids, run_static_batch, traced
+from glowplug.entrypoints.bench.others import report
+from glowplug.entrypoints.bench.others.conditions import conditions
+from glowplug.entrypoints.bench.others.engine_options import add_engine_options, engine_config
+from glowplug.entrypoints.bench.others.floor import card_bandwidth, known_card, plan_floor
+from glowplug.entrypoints.bench.others.in_process import BatchTimes, median_run, random_ids, run_static_batch, traced
 
 if TYPE_CHECKING:
     from glowplug.entrypoints.front.llm import LLM

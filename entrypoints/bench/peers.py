@@ -20,9 +20,9 @@ from typing import Any
 import orjson
 
 from glowplug.core.errors import GlowplugError
-from glowplug.entrypoints.bench import report
-from glowplug.entrypoints.bench.floor import measured_card
-from glowplug.entrypoints.bench.peer_engines import OURS
+from glowplug.entrypoints.bench.others import report
+from glowplug.entrypoints.bench.others.floor import measured_card
+from glowplug.entrypoints.bench.others.peer_engines import OURS
 
 BESIDE = ("offline", "times_best_peer", "floor", "share_of_floor", "share_of_offline")  #: columns behind the engines'
 LOG_LINE = re.compile(r"batch (\d+): prefill ([\d.]+) ms \(([\d.]+) tokens/s\), decode step ([\d.]+) ms")

@@ -14,11 +14,12 @@ from typing import Any
 
 import orjson
 
-from glowplug.entrypoints.bench import datasets, metrics, report
-from glowplug.entrypoints.bench.backends import BACKENDS, Outcome, Request, ask, outcome_of
-from glowplug.entrypoints.bench.http_stream import Target, call
-from glowplug.entrypoints.bench.load import Load, drive, progress
-from glowplug.entrypoints.bench.serving_options import configure as configure
+from glowplug.entrypoints.bench.load import datasets, metrics
+from glowplug.entrypoints.bench.load.backends import BACKENDS, Outcome, Request, ask, outcome_of
+from glowplug.entrypoints.bench.load.http_stream import Target, call
+from glowplug.entrypoints.bench.load.load import Load, drive, progress
+from glowplug.entrypoints.bench.load.serving_options import configure as configure
+from glowplug.entrypoints.bench.others import report
 from glowplug.entrypoints.front import event_loop
 
 FALLBACK_VOCAB = 1000  #: ids below this exist in every vocabulary we know of

@@ -18,8 +18,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from glowplug.core.errors import ConfigError, EngineDead, PlanRefused
-from glowplug.entrypoints.bench import report
-from glowplug.entrypoints.bench.engine_options import add_engine_options, engine_config
+from glowplug.entrypoints.bench.others import report
+from glowplug.entrypoints.bench.others.engine_options import add_engine_options, engine_config
 
 if TYPE_CHECKING:
     from glowplug.entrypoints.front.llm import LLM

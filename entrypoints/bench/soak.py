@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from glowplug.core.errors import GlowplugError, RequestError
-from glowplug.entrypoints.bench import report
-from glowplug.entrypoints.bench.conditions import conditions
-from glowplug.entrypoints.bench.engine_options import add_engine_options, engine_config
-from glowplug.entrypoints.bench.process_memory import ProcessMemory
-from glowplug.entrypoints.bench.soak_requests import Mix, Wanted
+from glowplug.entrypoints.bench.load.soak_requests import Mix, Wanted
+from glowplug.entrypoints.bench.others import report
+from glowplug.entrypoints.bench.others.conditions import conditions
+from glowplug.entrypoints.bench.others.engine_options import add_engine_options, engine_config
+from glowplug.entrypoints.bench.others.process_memory import ProcessMemory
 
 if TYPE_CHECKING:
     from glowplug.entrypoints.front.front import Stream

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from glowplug.entrypoints.bench import report
+from glowplug.entrypoints.bench.others import report
 
 COLUMNS = ("max_concurrency", "input_throughput", "output_throughput", "mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms",
            "mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms", "per_user_throughput")

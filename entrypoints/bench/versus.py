@@ -18,12 +18,13 @@ from glowplug import __version__
 from glowplug.core.errors import GlowplugError
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.plugin.registry import load_plugins
-from glowplug.entrypoints.bench import peers, report
-from glowplug.entrypoints.bench.conditions import conditions_apart
-from glowplug.entrypoints.bench.floor import measured_card
-from glowplug.entrypoints.bench.local_server import free_port
+from glowplug.entrypoints.bench import peers
+from glowplug.entrypoints.bench.load.local_server import free_port
 from glowplug.entrypoints.bench.one_batch import MIN_CONTEXT
-from glowplug.entrypoints.bench.peer_engines import (
+from glowplug.entrypoints.bench.others import report
+from glowplug.entrypoints.bench.others.conditions import conditions_apart
+from glowplug.entrypoints.bench.others.floor import measured_card
+from glowplug.entrypoints.bench.others.peer_engines import (
     ENGINES,
     OURS,
     PeerEngine,
@@ -32,7 +33,7 @@ from glowplug.entrypoints.bench.peer_engines import (
     interpreters,
     version,
 )
-from glowplug.entrypoints.bench.turns import Loaded, Turn, answers, in_turns
+from glowplug.entrypoints.bench.others.turns import Loaded, Turn, answers, in_turns
 
 WARM_PROMPTS, WARM_TOKENS = 64, 16  #: of the pass over a server that does not count
 KINDS = ("static", "serving")

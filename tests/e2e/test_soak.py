@@ -13,7 +13,8 @@ import pytest
 
 from glowplug import LLM
 from glowplug.entrypoints import bench
-from glowplug.entrypoints.bench import process_memory, soak
+from glowplug.entrypoints.bench import soak
+from glowplug.entrypoints.bench.others import process_memory
 from tests.tiny import write_config
 
 STEP = 0.05  #: seconds that a look moves the clock on

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from glowplug.entrypoints import bench
-from glowplug.entrypoints.bench import datasets, metrics, table
-from glowplug.entrypoints.bench.backends import BACKENDS, Asked, Outcome, Request, ask, outcome_of
-from glowplug.entrypoints.bench.http_stream import Target, events, read_answer
-from glowplug.entrypoints.bench.load import Load, drive, gaps
+from glowplug.entrypoints.bench import table
+from glowplug.entrypoints.bench.load import datasets, metrics
+from glowplug.entrypoints.bench.load.backends import BACKENDS, Asked, Outcome, Request, ask, outcome_of
+from glowplug.entrypoints.bench.load.http_stream import Target, events, read_answer
+from glowplug.entrypoints.bench.load.load import Load, drive, gaps
 from tests.bench_server import FakeServer
 
 
@@ -247,7 +248,7 @@ def test_a_chunked_answer_survives_any_split_and_keeps_its_times(size: int) -> N
 
 
 def test_answers_too_many_to_keep_are_read_during_the_run(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("glowplug.entrypoints.bench.load.MOST_HELD", 0)
+    monkeypatch.setattr("glowplug.entrypoints.bench.load.load.MOST_HELD", 0)
     prompts = [datasets.Prompt(1, count, text="x") for count in (2, 5, 3)]
     outcomes, _ = asyncio.run(drive(server.target, BACKENDS["openai"], Request("tiny"), prompts, Load(), lambda: None))
     assert [outcome.output_tokens for outcome in outcomes] == [2, 5, 3]

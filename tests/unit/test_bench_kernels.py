@@ -16,9 +16,10 @@ from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.component import Component, Options
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.entrypoints import bench
-from glowplug.entrypoints.bench import kernel_timing, kernels
-from glowplug.entrypoints.bench.kernel_calls import Call
-from glowplug.entrypoints.bench.kernel_world import KernelWorld, NoiseSource, StepShape
+from glowplug.entrypoints.bench import kernels
+from glowplug.entrypoints.bench.kernel import timing as kernel_timing
+from glowplug.entrypoints.bench.kernel.calls import Call
+from glowplug.entrypoints.bench.kernel.world import KernelWorld, NoiseSource, StepShape
 from glowplug.entrypoints.bench.kernels import _providers, variants
 from glowplug.entrypoints.checkpoints.cut_model import cut_config, write_cut
 from tests.tiny import CONFIGS, write_config

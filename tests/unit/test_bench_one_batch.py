@@ -13,9 +13,15 @@ from glowplug.core.facts.parameters import count_elements, stated
 from glowplug.core.facts.weight_classes import EXPERTS, TIED, VOCAB
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.entrypoints import bench
-from glowplug.entrypoints.bench.floor import card_bandwidth, distinct_experts, known_card, prefill_work, step_bytes
-from glowplug.entrypoints.bench.in_process import BatchTimes
 from glowplug.entrypoints.bench.one_batch import static_config
+from glowplug.entrypoints.bench.others.floor import (
+    card_bandwidth,
+    distinct_experts,
+    known_card,
+    prefill_work,
+    step_bytes,
+)
+from glowplug.entrypoints.bench.others.in_process import BatchTimes
 from tests.tiny import write_config
 
 SHAPES = Path(bench.__file__).resolve().parents[2] / "models" / "shapes"

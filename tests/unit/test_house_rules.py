@@ -31,8 +31,8 @@ ENVIRONMENT_ACCESS = {
     "plugins/executors/ranks/process.py",  # how long torch's waiting threads spin, for a library that asks nowhere else
     "plugins/ops/torch_compile_runtime.py",  # where inductor keeps its programs, which it asks nowhere else
     "core/startup/torch_allocator.py",  # PYTORCH_ALLOC_CONF: has torch been told already how to take memory
-    "entrypoints/bench/turns.py",  # hands its own environment to a child
-    "entrypoints/bench/vllm_steps.py",  # runs in vLLM's interpreter: a switch that vLLM asks nowhere else
+    "entrypoints/bench/others/turns.py",  # hands its own environment to a child
+    "entrypoints/bench/others/vllm_steps.py",  # runs in vLLM's interpreter: a switch that vLLM asks nowhere else
 }
 IDENTITY = {"name", "use", "algorithm"}
 METHODS = 6

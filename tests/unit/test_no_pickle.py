@@ -70,4 +70,4 @@ def test_transformers_is_not_on_the_serving_path() -> None:
     """It costs seconds of import and can run a model folder's code; only the comparison bench may use it."""
     users = {name_of(path) for path in sources() for module, _ in imported(path)
              if module.split(".")[0] == "transformers"}
-    assert users <= {"entrypoints/bench/transformers_side.py"}
+    assert users <= {"entrypoints/bench/others/transformers_side.py"}

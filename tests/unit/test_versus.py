@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from glowplug.entrypoints.bench import turns
-from glowplug.entrypoints.bench.peer_engines import ENGINES, ServedRun, StaticRun, interpreters
-from glowplug.entrypoints.bench.turns import Turn, in_turns
+from glowplug.entrypoints.bench.others import turns
+from glowplug.entrypoints.bench.others.peer_engines import ENGINES, ServedRun, StaticRun, interpreters
+from glowplug.entrypoints.bench.others.turns import Turn, in_turns
 from glowplug.entrypoints.cli.main import main
 from tests.source_tree import ROOT
 from tests.waiting import LIMIT, until

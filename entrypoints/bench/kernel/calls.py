@@ -20,7 +20,7 @@ from glowplug.core.protocols import (
     QuantizationScheme,
 )
 from glowplug.core.step.batch import Batch
-from glowplug.entrypoints.bench.floor import weight_bytes
+from glowplug.entrypoints.bench.others.floor import weight_bytes
 
 KEPT = 1 << 26  #: numbers of an output up to which a copy is kept, to compare providers by
 

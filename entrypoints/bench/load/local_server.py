@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from glowplug.entrypoints.bench.turns import Turn, answers, in_turns
+from glowplug.entrypoints.bench.others.turns import Turn, answers, in_turns
 
 MODEL = "bench"  #: the name it serves under
 

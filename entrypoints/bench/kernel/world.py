@@ -27,7 +27,7 @@ from glowplug.core.startup.load_weights import load_model
 from glowplug.core.step.batch import Batch, shape_of
 from glowplug.core.step.kv_pool import KVPool
 from glowplug.core.step.request import SamplingParams
-from glowplug.entrypoints.bench.kernel_calls import Call, RecordedAttention, RecordedOps, RecordedScheme, Recorder
+from glowplug.entrypoints.bench.kernel.calls import Call, RecordedAttention, RecordedOps, RecordedScheme, Recorder
 
 BLOCK = 128
 

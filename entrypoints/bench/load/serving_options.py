@@ -7,8 +7,8 @@ from typing import Any
 
 import orjson
 
-from glowplug.entrypoints.bench.backends import BACKENDS
-from glowplug.entrypoints.bench.metrics import METRICS
+from glowplug.entrypoints.bench.load.backends import BACKENDS
+from glowplug.entrypoints.bench.load.metrics import METRICS
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -39,7 +39,7 @@ def conditions_apart() -> dict[str, Any]:
 
 def _commit() -> str:
     """Of the checkout this runs from; "" when it is none."""
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     return _line(["git", "-C", str(root), "rev-parse", "--short", "HEAD"]) if (root / ".git").exists() else ""
 
 

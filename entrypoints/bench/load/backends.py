@@ -8,8 +8,8 @@ from typing import Any
 
 import orjson
 
-from glowplug.entrypoints.bench.datasets import Prompt
-from glowplug.entrypoints.bench.http_stream import Piece, Target, events, exchange, read_answer
+from glowplug.entrypoints.bench.load.datasets import Prompt
+from glowplug.entrypoints.bench.load.http_stream import Piece, Target, events, exchange, read_answer
 
 Payload = dict[str, Any]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from glowplug.entrypoints.bench.backends import Outcome
+from glowplug.entrypoints.bench.load.backends import Outcome
 
 SCHEMA_VERSION = 1
 METRICS = ("ttft", "tpot", "itl", "e2el")

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from glowplug.entrypoints.bench.backends import Asked, Backend, Outcome, Request, ask, outcome_of
-from glowplug.entrypoints.bench.datasets import Prompt
-from glowplug.entrypoints.bench.http_stream import Target
+from glowplug.entrypoints.bench.load.backends import Asked, Backend, Outcome, Request, ask, outcome_of
+from glowplug.entrypoints.bench.load.datasets import Prompt
+from glowplug.entrypoints.bench.load.http_stream import Target
 
 MOST_HELD = 256 << 20  #: bytes of answers kept before some are read during the run
 
