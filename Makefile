@@ -41,11 +41,11 @@ test-slow: $(VENV)/.test
 # A run that was cut short goes on with ARGS="--left-by FILE", FILE a copy of its record.
 RECORD ?= docs/benchmarks/gpu-tests.json
 gpu-test:
-	PYTHONPATH=src:$$PYTHONPATH $(GPU_PYTHON) -m pytest -p tests.gpu_record --record $(RECORD) -m gpu $(ARGS)
+	PYTHONPATH=src:$$PYTHONPATH $(GPU_PYTHON) -m pytest -p tests.gpu.record --record $(RECORD) -m gpu $(ARGS)
 
 # The kernels' tests under compute-sanitizer, which comes with the CUDA toolkit.
 gpu-sanitize:
-	PYTHONPATH=src:.:$$PYTHONPATH $(GPU_PYTHON) -m tests.gpu_sanitize --output docs/benchmarks/sanitizer-h200.json $(ARGS)
+	PYTHONPATH=src:.:$$PYTHONPATH $(GPU_PYTHON) -m tests.gpu.sanitize --output docs/benchmarks/sanitizer-h200.json $(ARGS)
 
 lint: $(VENV)/.test
 	$(RUN) ruff check .

@@ -101,7 +101,7 @@ def page(plugins: PluginSet, configs: dict[str, dict[str, Any]], table: Any) -> 
         "models of the supported kinds: every attention backend, quantization scheme and cache with every dtype and KV "
         "dtype, and each component of the other slots in turn; without components that need a package of their own, "
         "but as what `auto` may choose. A combination is admitted or refused; an admitted one must run. `tests/plan` "
-        "boots a sample of a matrix like this on the CPU (all of it under its `slow` mark), `tests.gpu_combinations` "
+        "boots a sample of a matrix like this on the CPU (all of it under its `slow` mark), `tests.gpu.combinations` "
         "those of [one GPU](benchmarks/README.md#one-gpu-combinations).\n",
         table(("machine", "model", "admitted", "refused"), counts),
         "## Why combinations are refused\n",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from glowplug.core.startup.garbage import settle_memory
-from tests.tables import forget
+from tests.support.tables import forget
 
 DRIVER = Path("/dev/nvidiactl")
 

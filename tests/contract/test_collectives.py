@@ -22,7 +22,7 @@ from glowplug.core.testing.harness.plans import bare_plan
 from glowplug.core.testing.suites.parallel import CollectivesSuite, RankedCollectivesSuite
 from glowplug.plugins.collectives.torch_distributed import GlooOptions, NcclOptions
 from glowplug.plugins.collectives.torch_distributed_runtime import Gloo, Nccl
-from tests.waiting import LIMIT
+from tests.support.waiting import LIMIT
 
 pytestmark = pytest.mark.usefixtures("quick_switches")
 

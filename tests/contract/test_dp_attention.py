@@ -27,7 +27,7 @@ from glowplug.core.testing.harness.threads_runtime import MEETINGS, Meeting, Thr
 from glowplug.core.testing.suites.parallel import ParallelSuite
 from glowplug.plugins.parallel.dp_attention import DpAttentionOptions
 from glowplug.plugins.parallel.dp_attention_runtime import DpAttention
-from tests.tiny import write_config
+from tests.support.tiny import write_config
 
 MESHES = [{"tp": 2, "dp": 2}, {"tp": 4, "dp": 2}, {"tp": 4, "dp": 4}, {"tp": 4, "dp": 1}]
 

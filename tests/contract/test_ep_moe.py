@@ -25,7 +25,7 @@ from glowplug.core.testing.suites.parallel import ParallelSuite
 from glowplug.plugins.parallel import expert_exchange
 from glowplug.plugins.parallel.ep_moe import EpMoeOptions, check_ep_moe, register_parallel_strategies
 from glowplug.plugins.parallel.ep_moe_runtime import EpMoe
-from tests.rank_threads import on_ranks
+from tests.support.rank_threads import on_ranks
 
 pytestmark = pytest.mark.usefixtures("quick_switches")
 HIDDEN, WIDTH, EXPERTS, TOPK = 12, 8, 8, 3

@@ -24,7 +24,7 @@ from glowplug.plugins.speculative.drafting import front, missing, one_more, plac
 from glowplug.plugins.speculative.nextn import NextNOptions
 from glowplug.plugins.speculative.nextn_runtime import PREVIOUS_HIDDEN, NextN
 from glowplug.plugins.speculative.verify import accept_chain, accept_chain_reference, chain_before, verify_chain
-from tests.tiny import write_config
+from tests.support.tiny import write_config
 
 PAGE = 4
 

@@ -19,7 +19,7 @@ from glowplug.core.protocols import WeightSource, Worker
 from glowplug.core.testing.suites.weights import WeightSourceSuite
 from glowplug.plugins.weights.safetensors import SafetensorsOptions
 from glowplug.plugins.weights.safetensors_runtime import SafetensorsSource
-from tests.work import at_most
+from tests.support.work import at_most
 
 
 def tensors() -> dict[str, torch.Tensor]:

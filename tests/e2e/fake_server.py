@@ -15,7 +15,7 @@ from glowplug.core.protocols import Executor
 from glowplug.entrypoints.server.logs import set_up_logging
 from glowplug.entrypoints.server.serve import bind, serve_until_done
 from tests.e2e.fake_engine import FakeExecutor, make_plan, make_tokenizer
-from tests.waiting import LOOK
+from tests.support.waiting import LOOK
 
 
 def main() -> int:

@@ -23,8 +23,8 @@ import psutil
 
 from glowplug import LLM, SamplingParams
 from glowplug.core.errors import EngineDead
-from tests.tiny import write_config
-from tests.waiting import until
+from tests.support.tiny import write_config
+from tests.support.waiting import until
 
 WATCHDOG = 10.0  #: seconds, as configured; a busy machine may keep a rank from its signs of life for some
 PROMISED = {"kill": 3.0, "error": 3.0, "stop": WATCHDOG + 3.0, "hang": WATCHDOG + 3.0}  #: seconds from fault to end

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from tests.e2e.fake_engine import EOS, TEMPLATE, VOCAB, make_tokenizer
-from tests.tiny import write_config
+from tests.support.tiny import write_config
 
 
 def write_served(folder: Path) -> Path:

@@ -17,7 +17,7 @@ from glowplug.entrypoints.front.client import EngineClient
 from glowplug.entrypoints.server import create_app
 from glowplug.entrypoints.server.serve import Server, bind
 from tests.e2e.fake_engine import FakeExecutor, make_plan, make_tokenizer
-from tests.waiting import LIMIT, until
+from tests.support.waiting import LIMIT, until
 
 #: a new connection for each request, as of clients that do not know one another; making a client takes 20 ms
 HTTP = httpx.Client(timeout=LIMIT, limits=httpx.Limits(max_keepalive_connections=0))

@@ -14,7 +14,7 @@ from glowplug import LLM
 from glowplug.core.step.messages import Abort, Submit, packed_ids
 from glowplug.core.step.request import SamplingParams
 from glowplug.core.testing.harness.ranks import RankSet, rank_plan, submit
-from tests.combinations import VOCAB, Combination, drive, plugins, reference
+from tests.support.combinations import VOCAB, Combination, drive, plugins, reference
 
 ALONE = Combination(steps=2)
 VARIANTS = {

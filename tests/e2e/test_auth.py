@@ -13,7 +13,7 @@ from glowplug.core.plugin.options import ServerOptions
 from glowplug.entrypoints.server.routes import ROUTES
 from glowplug.entrypoints.server.transport.auth import Authoriser, leaf_routes, require_guarded
 from tests.e2e.serving import HTTP, Served, served
-from tests.waiting import LIMIT
+from tests.support.waiting import LIMIT
 
 KEY, ADMIN = "client-key", "admin-key"
 OPEN = {"/health", "/ready", "/metrics"}

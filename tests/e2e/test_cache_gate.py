@@ -20,14 +20,14 @@ from glowplug.core.startup.kv_cache_error import CacheError, Lend, cache_error, 
 from glowplug.core.startup.memory_fit import RankMemory
 from glowplug.core.step.batch import Batch, shape_of
 from glowplug.core.step.kv_pool import KVPool
-from tests.tiny import write_config
+from tests.support.tiny import write_config
 
 
 def engine(folder: Path, name: str = "v3", **config: Any) -> LLM:
     base: dict[str, Any] = {"weights": {"use": "random"}, "skip_tokenizer": True, "memory": {"kv_tokens": 4096},
                             "dtype": "float32", "attention": {"use": "torch_mla"}}
     model = write_config(folder, name, num_nextn_predict_layers=1)
-    return LLM(str(model), plugins=("tests.teacher",), device="cpu", **{**base, **config})
+    return LLM(str(model), plugins=("tests.plugins.teacher",), device="cpu", **{**base, **config})
 
 
 def parts(llm: LLM) -> tuple[Runner, EnginePlan, Lend]:

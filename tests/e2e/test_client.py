@@ -15,8 +15,8 @@ from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import load_plugins
 from glowplug.entrypoints.front.client import EngineClient
 from glowplug.entrypoints.front.open_engine import start_executor
-from tests.tiny import write_config
-from tests.waiting import LIMIT
+from tests.support.tiny import write_config
+from tests.support.waiting import LIMIT
 
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 
 from glowplug.core.errors import PlanRefused
-from tests.combinations import ABORTED, GAP, Combination, Reference, exchanges, matrix, reference, run, sample
+from tests.support.combinations import ABORTED, GAP, Combination, Reference, exchanges, matrix, reference, run, sample
 
 SAMPLED = 28
 

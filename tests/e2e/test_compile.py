@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 from glowplug import LLM, SamplingParams
 from glowplug.core.facts.machine import software
-from tests.tiny import VOCAB, write_config
+from tests.support.tiny import VOCAB, write_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not software(()).cxx, reason="needs a C++ compiler")]
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests.e2e.fake_engine import FakeExecutor
 from tests.e2e.serving import HTTP, Served, gauge, served
-from tests.waiting import LIMIT, until
+from tests.support.waiting import LIMIT, until
 
 MOST = 8000  #: tokens a request may have, at 5 ms and more each
 LONG = {"max_tokens": MOST, "ignore_eos": True}

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from glowplug import LLM, SamplingParams
 from glowplug.core.errors import CaptureError
-from tests import replaying_runtime
 from tests.e2e.test_piecewise import COUNTS, LENGTHS, engine, prompts, results
-from tests.tiny import write_config
+from tests.plugins import replaying_runtime
+from tests.support.tiny import write_config
 
 STEPS = 2
 ROWS = {"max_running_requests": 7}

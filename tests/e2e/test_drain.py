@@ -23,7 +23,7 @@ from glowplug.entrypoints.server.serve import bind
 from tests.e2e.fake_engine import FakeExecutor
 from tests.e2e.serving import HTTP, served
 from tests.e2e.test_streaming import events
-from tests.waiting import LIMIT, until
+from tests.support.waiting import LIMIT, until
 
 ROOT = Path(__file__).resolve().parents[2]
 CHAT = "/v1/chat/completions"

@@ -16,8 +16,8 @@ from glowplug.entrypoints.server.generate.job import Meter
 from glowplug.entrypoints.server.transport import body as bodies
 from tests.e2e.fake_engine import FakeExecutor
 from tests.e2e.serving import Served, served
-from tests.pace import slowness, yardstick
-from tests.waiting import LIMIT
+from tests.support.pace import slowness, yardstick
+from tests.support.waiting import LIMIT
 
 CONTEXT = 256
 CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"

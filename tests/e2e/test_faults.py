@@ -11,8 +11,8 @@ import pytest
 
 from glowplug import LLM, SamplingParams
 from glowplug.core.errors import EngineDead, GlowplugError
-from tests.tiny import write_config
-from tests.waiting import until
+from tests.support.tiny import write_config
+from tests.support.waiting import until
 
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 

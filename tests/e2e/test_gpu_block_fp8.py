@@ -9,7 +9,7 @@ import pytest
 
 from glowplug import LLM, SamplingParams
 from glowplug.models.embedded.tasks import held_out_tasks, score
-from tests.tiny import VOCAB, write_config
+from tests.support.tiny import VOCAB, write_config
 
 pytestmark = pytest.mark.gpu
 DYNAMIC = {"use": "block_fp8", "activations": "dynamic"}

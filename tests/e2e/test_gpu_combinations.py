@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from glowplug.core.plugin.registry import PluginSet, load_plugins
-from tests.gpu_cells import AGREEING, MODELS, Cell, admitted, matrix, named, pairwise, write_models
-from tests.gpu_combinations import Reference, run
+from tests.gpu.cells import AGREEING, MODELS, Cell, admitted, matrix, named, pairwise, write_models
+from tests.gpu.combinations import Reference, run
 
 SAMPLED = 24  #: cells that a GPU run of the tests boots; the whole matrix is a command of its own
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from glowplug import LLM, SamplingParams
-from tests.tiny import CONFIGS, VOCAB, write_config
+from tests.support.tiny import CONFIGS, VOCAB, write_config
 
 pytestmark = pytest.mark.gpu
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)

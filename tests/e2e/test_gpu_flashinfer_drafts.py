@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from glowplug import LLM, SamplingParams
-from tests.tiny import VOCAB, write_config
+from tests.support.tiny import VOCAB, write_config
 
 pytestmark = pytest.mark.gpu
 HERE = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9

@@ -19,9 +19,9 @@ from glowplug import LLM, SamplingParams
 from glowplug.core.plugin.registry import load_plugins
 from glowplug.entrypoints.checkpoints.cut_model import model_config, write_cut
 from glowplug.kernels.launch.cuda_arch import SHORT
-from tests.gpu_logits import TEACHER, reference
-from tests.teacher_runtime import SCRIPTS, SEEN, score_prompts
-from tests.tiny import write_config
+from tests.gpu.logits import TEACHER, reference
+from tests.plugins.teacher_runtime import SCRIPTS, SEEN, score_prompts
+from tests.support.tiny import write_config
 
 COSINE = 0.999
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from glowplug import LLM, SamplingParams
-from tests.source_tree import ROOT
-from tests.tiny import VOCAB, write_config
+from tests.support.source_tree import ROOT
+from tests.support.tiny import VOCAB, write_config
 
 pytestmark = pytest.mark.gpu
 Lines = dict[str, dict[str, Any]]  #: bytes (or None) of each named line: planned, measured, served

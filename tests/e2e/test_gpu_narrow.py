@@ -9,8 +9,17 @@ import pytest
 import torch
 
 from glowplug import LLM, SamplingParams
-from tests.narrow import AWQ, COMPRESSED, INT8, awq_checkpoint, float_tensors, int8_checkpoint, tiny_facts, write_folder
-from tests.tiny import VOCAB
+from tests.support.narrow import (
+    AWQ,
+    COMPRESSED,
+    INT8,
+    awq_checkpoint,
+    float_tensors,
+    int8_checkpoint,
+    tiny_facts,
+    write_folder,
+)
+from tests.support.tiny import VOCAB
 
 pytestmark = pytest.mark.gpu
 #: head sizes of the published models, which kernels are made for

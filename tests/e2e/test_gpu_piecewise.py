@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from glowplug import LLM, SamplingParams
-from tests.tiny import VOCAB, write_config
+from tests.support.tiny import VOCAB, write_config
 
 pytestmark = pytest.mark.gpu
 COUNTS = [8, 16, 32, 64]

@@ -10,8 +10,8 @@ import pytest
 from glowplug import LLM, SamplingParams
 from glowplug.core.errors import CaptureError
 from glowplug.entrypoints.front.llm import Completion
-from tests import replaying_runtime, short_rows, short_rows_runtime
-from tests.tiny import VOCAB, write_config
+from tests.plugins import replaying_runtime, short_rows, short_rows_runtime
+from tests.support.tiny import VOCAB, write_config
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 MIXED = [
@@ -33,7 +33,7 @@ def engine(folder: Path, **config: Any) -> LLM:
         "weights": {"use": "random"}, "skip_tokenizer": True, "dtype": "float32", "device": "cpu",
         "context_length": 128, "memory": {"kv_tokens": 2048}, "scheduler": {"max_running_requests": 7},
         "graphs": {"use": "replaying", "batch_sizes": [1, 2, 4, 6]}}
-    return LLM(model=str(folder), plugins=["tests.replaying", "tests.short_rows"], **{**base, **config})
+    return LLM(model=str(folder), plugins=["tests.plugins.replaying", "tests.plugins.short_rows"], **{**base, **config})
 
 
 def prompts(count: int) -> list[list[int]]:

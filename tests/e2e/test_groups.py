@@ -16,7 +16,7 @@ from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.step.batch import Batch
 from glowplug.core.step.messages import Abort, Control, Inbound, Reply, Stats, StepOutput, Submit
 from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan, run_ranks, submit
-from tests.tiny import VOCAB, write_config
+from tests.support.tiny import VOCAB, write_config
 
 MESHES = [(2, 2), (4, 2), (4, 4)]
 CONTEXT = 96

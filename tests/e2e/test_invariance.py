@@ -11,7 +11,7 @@ import pytest
 from glowplug import LLM, SamplingParams
 from glowplug.entrypoints.front.llm import Completion
 from tests.e2e.cuts import CUTS
-from tests.tiny import VOCAB, write_config
+from tests.support.tiny import VOCAB, write_config
 
 PROMPTS = 12
 PARAMS = SamplingParams(temperature=0.0, max_tokens=24, logprobs=5, ignore_eos=True)

@@ -13,7 +13,7 @@ import pytest
 from glowplug import LLM, SamplingParams
 from glowplug.core.errors import EngineDead, PluginLoadError
 from glowplug.core.startup.memory_gauge import HostGauge
-from tests.tiny import write_config
+from tests.support.tiny import write_config
 
 PLUGIN = '''
 from pathlib import Path

@@ -12,9 +12,9 @@ from glowplug import LLM, SamplingParams
 from glowplug.core.testing.suites.sampler import assert_follows
 from glowplug.entrypoints.front.llm import Completion
 from glowplug.models.embedded.tasks import held_out_tasks
-from tests import accepting
 from tests.e2e.cuts import CUTS
-from tests.tiny import write_config
+from tests.plugins import accepting
+from tests.support.tiny import write_config
 
 VOCAB = 12  #: so few that a random draft is right every now and then
 ENDS = 1
@@ -31,7 +31,7 @@ def engine(folder: Path, steps: int, **config: Any) -> LLM:
                             "context_length": 256, "memory": {"kv_tokens": 4096}}
     if steps:
         base["speculative"] = {"use": "nextn", "steps": steps}
-    return LLM(model=str(folder), plugins=["tests.accepting"], **{**base, **config})
+    return LLM(model=str(folder), plugins=["tests.plugins.accepting"], **{**base, **config})
 
 
 def prompts() -> list[list[int]]:

@@ -10,8 +10,8 @@ import torch
 
 from glowplug import LLM, SamplingParams
 from glowplug.core.errors import CaptureError
-from tests import replaying_runtime
-from tests.tiny import VOCAB, write_config
+from tests.plugins import replaying_runtime
+from tests.support.tiny import VOCAB, write_config
 
 COUNTS = [4, 8, 16, 32]
 LENGTHS = (1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 23, 31, 32, 33, 47)  #: both sides of every count, odd ones, beyond the last
@@ -35,7 +35,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def engine(folder: Path, graphs: dict[str, Any] | None = None, **config: Any) -> LLM:
     graphs = {"use": "replaying", "batch_sizes": [1, 2, 4], "prefill": True, "prefill_tokens": COUNTS, **(graphs or {})}
-    return LLM(model=str(folder), plugins=["tests.replaying"], **{**BASE, **config, "graphs": graphs})
+    return LLM(model=str(folder), plugins=["tests.plugins.replaying"], **{**BASE, **config, "graphs": graphs})
 
 
 def eager(folder: Path, **config: Any) -> LLM:

@@ -10,7 +10,7 @@ from glowplug import LLM
 from glowplug.core.errors import PlanRefused
 from glowplug.entrypoints.cli.main import main
 from tests.e2e.fake_engine import TEMPLATE, VOCAB, make_tokenizer
-from tests.tiny import write_config
+from tests.support.tiny import write_config
 
 
 @pytest.fixture

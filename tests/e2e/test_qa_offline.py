@@ -13,7 +13,7 @@ import pytest
 from glowplug import LLM, SamplingParams
 from glowplug.core.errors import EngineDead, RequestError
 from tests.e2e.fake_engine import TEMPLATE, VOCAB, make_tokenizer
-from tests.tiny import write_config
+from tests.support.tiny import write_config
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 

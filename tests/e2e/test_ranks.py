@@ -20,7 +20,7 @@ from glowplug.core.startup.build_rank import build_rank
 from glowplug.core.step.batch import Batch, StepShape
 from glowplug.core.step.messages import Finished, Outbound, StepOutput, Submit, encode, packed_ids
 from glowplug.core.step.request import SamplingParams as Params
-from tests.tiny import write_config
+from tests.support.tiny import write_config
 
 
 class Wire:

@@ -23,8 +23,8 @@ from glowplug.core.plugin.options import LogOptions
 from glowplug.entrypoints.server.logs import JsonLine, OneLine, printable
 from tests.e2e.fake_engine import FakeExecutor
 from tests.e2e.serving import Served, served
-from tests.source_tree import ROOT
-from tests.waiting import LIMIT, until
+from tests.support.source_tree import ROOT
+from tests.support.waiting import LIMIT, until
 
 KEY, ADMIN = "client-key", "admin-key"
 SECRET = "Xylophon-4711"  #: in every prompt here

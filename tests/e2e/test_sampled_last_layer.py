@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from glowplug import LLM, SamplingParams
-from tests import replaying_runtime
 from tests.e2e.test_piecewise import BASE, COUNTS, LENGTHS, prompts, results
-from tests.tiny import write_config
+from tests.plugins import replaying_runtime
+from tests.support.tiny import write_config
 
 SIZES: dict[str, dict[str, Any]] = {"v2": {}, "v3": {}, "one_layer": {"num_hidden_layers": 1}}
 CASES: dict[str, dict[str, Any]] = {
@@ -31,7 +31,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def engine(folder: Path, last_layer: str, replayed: bool = False, **config: Any) -> LLM:
     graphs = {"use": "replaying", "batch_sizes": [1, 2, 4], "prefill": True, "prefill_tokens": COUNTS}
     scheduler = {**BASE["scheduler"], **config.pop("scheduler", {}), "last_layer": last_layer}
-    return LLM(model=str(folder), plugins=["tests.replaying"],
+    return LLM(model=str(folder), plugins=["tests.plugins.replaying"],
                **{**BASE, **config, "scheduler": scheduler, "graphs": graphs if replayed else {"use": "eager"}})
 
 

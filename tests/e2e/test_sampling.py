@@ -11,8 +11,8 @@ import pytest
 
 from glowplug import LLM, SamplingParams
 from glowplug.core.testing.suites.sampler import assert_follows
-from tests.tiny import write_config
-from tests.tiny_tokenizer import write_folder
+from tests.support.tiny import write_config
+from tests.support.tiny_tokenizer import write_folder
 
 VOCAB = 402
 PROMPT = [5, 9, 300, 41, 77]

@@ -20,7 +20,7 @@ import pytest
 from glowplug.entrypoints.server.serve import bind
 from tests.e2e.served_folder import write_served
 from tests.e2e.serving import HELD, HTTP, gauge
-from tests.waiting import LIMIT, until
+from tests.support.waiting import LIMIT, until
 
 openai = pytest.importorskip("openai", reason="the clients come with the extra `test`")
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.fake_engine import FakeExecutor
 from tests.e2e.serving import served
-from tests.pace import slowness, yardstick
+from tests.support.pace import slowness, yardstick
 
 STREAMS, TOKENS = 64, 200
 

@@ -15,7 +15,7 @@ from glowplug import LLM
 from glowplug.entrypoints import bench
 from glowplug.entrypoints.bench import soak
 from glowplug.entrypoints.bench.others import process_memory
-from tests.tiny import write_config
+from tests.support.tiny import write_config
 
 STEP = 0.05  #: seconds that a look moves the clock on
 

@@ -61,7 +61,7 @@ QUESTIONS = ("What is 317 + 425?", "What is the capital of France?", "Count from
 def test_drafting_one_token_at_batch_one_costs_little() -> None:
     """No more than 15% over no drafts on free text, where few drafts are accepted (1.69 tokens a step).
 
-    On held-out chat ``tests/draft_gains.py`` finds it faster, by less than a shared machine's noise.
+    On held-out chat ``tests/support/draft_gains.py`` finds it faster, by less than a shared machine's noise.
 
     The best CPU time of each answer, in turns in one process with one thread; more turns where neighbours disturb.
     """

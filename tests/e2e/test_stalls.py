@@ -14,7 +14,7 @@ from glowplug.core.step.messages import Submit
 from glowplug.core.testing.harness.drive import Collected
 from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan, run_ranks, submit
 from tests.e2e.stall_runtime import BARREN, HELD
-from tests.tiny import VOCAB, write_config
+from tests.support.tiny import VOCAB, write_config
 
 PLUGIN = "tests.e2e.stall_plugin"
 CONTEXT = 96

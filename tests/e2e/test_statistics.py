@@ -16,7 +16,7 @@ from glowplug.core.testing.harness.ranks import RankSet, rank_plan, submit
 from glowplug.entrypoints.front.delta import Delta, Times
 from glowplug.entrypoints.front.front import Front
 from glowplug.entrypoints.server.logs import stats_line
-from tests.tiny import VOCAB, write_config
+from tests.support.tiny import VOCAB, write_config
 
 PAGE = 4
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from glowplug import LLM, SamplingParams
-from tests.tiny import write_config
+from tests.support.tiny import write_config
 
 
 def noted(order: list[str], name: str, work: Callable[..., Any]) -> Callable[..., Any]:

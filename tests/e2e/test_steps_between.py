@@ -12,7 +12,7 @@ from glowplug.core.plan.plan import Sizes
 from glowplug.core.plugin.offers import Mode
 from glowplug.core.startup.warmup import BETWEEN, WHOLE, counts_between, steps_between
 from glowplug.core.step.batch import Batch
-from tests.tiny import write_config
+from tests.support.tiny import write_config
 
 PROMPTS = [[5, 6, 7], [8, 9], [1] * 40]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

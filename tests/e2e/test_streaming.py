@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.fake_engine import FakeExecutor
 from tests.e2e.serving import HTTP, Served, served
-from tests.waiting import LIMIT, until
+from tests.support.waiting import LIMIT, until
 
 TEXTS = [
     "", "a", "plain words", "zwölf Boxkämpfer", "東京タワー", "🗼", "👩‍👩‍👧 and 🏳️‍🌈",

@@ -22,7 +22,7 @@ from glowplug.plugins.scheduler.continuous import ContinuousOptions
 from glowplug.plugins.scheduler.continuous_runtime import Continuous
 from glowplug.plugins.scheduler.policies import FcfsOptions
 from glowplug.plugins.scheduler.policies_runtime import Fcfs
-from tests.pace import slowness, yardstick
+from tests.support.pace import slowness, yardstick
 
 BATCH = 256
 

@@ -11,7 +11,7 @@ import pytest
 
 from glowplug import LLM, SamplingParams
 from glowplug.core.plugin.registry import PluginSet
-from tests.tiny import write_config
+from tests.support.tiny import write_config
 
 TOKENS = 100
 

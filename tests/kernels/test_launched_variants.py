@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests import uninterpreted
+from tests.support import uninterpreted
 
 pytest.importorskip("triton")
 

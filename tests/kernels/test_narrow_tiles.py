@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from glowplug.kernels.gemm import int4_awq as awq_gemm, int8 as int8_gemm
 from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.kernels.moe.narrow import int4_awq as moe_gemm_awq, int8 as moe_gemm_int8, tiles as narrow_tiles
-from tests.tables import forget
+from tests.support.tables import forget
 
 KERNELS = [(int8_gemm.DTYPE, moe_gemm_int8.rule), (awq_gemm.DTYPE, moe_gemm_awq.rule)]
 EXPERTS, INTER, HIDDEN = 8, 64, 128

@@ -10,7 +10,7 @@ import json
 import pytest
 import torch
 
-from tests import uninterpreted
+from tests.support import uninterpreted
 
 pytest.importorskip("triton")
 from tests.kernels.test_triton_mha import Case as MhaCase
@@ -18,7 +18,7 @@ from tests.kernels.test_triton_mla_decode import Case as MlaCase
 
 SCRIPT = """
 import json, re
-from tests.compiled import build
+from tests.support.compiled import build
 from glowplug.kernels.mha import decode as mha_decode
 from glowplug.kernels.mha import prefill as mha_prefill
 from glowplug.kernels.mla import decode as mla_decode

@@ -13,12 +13,12 @@ pytest.importorskip("triton")
 from glowplug.kernels.gemm import lm_head as head_gemm
 from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.kernels.launch.tuned_tables import Config
-from tests import uninterpreted
-from tests.tables import forget
+from tests.support import uninterpreted
+from tests.support.tables import forget
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCRIPT = """
-from tests.compiled import build
+from tests.support.compiled import build
 from glowplug.kernels.gemm import lm_head as tiles
 
 for tma, tokens in ((True, 32), (False, 128)):

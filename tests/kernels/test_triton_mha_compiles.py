@@ -3,12 +3,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests import uninterpreted
+from tests.support import uninterpreted
 
 pytest.importorskip("triton")
 
 SCRIPT = """
-from tests.compiled import build
+from tests.support.compiled import build
 from glowplug.kernels.mha import decode as mha_decode
 from glowplug.kernels.mha import prefill as mha_prefill
 from glowplug.kernels.mha import store as mha_store

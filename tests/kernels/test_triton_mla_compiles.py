@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests import uninterpreted
+from tests.support import uninterpreted
 
 pytest.importorskip("triton")
 
 SCRIPT = """
-from tests.compiled import build
+from tests.support.compiled import build
 from glowplug.kernels.paged import merge_states as merge
 from glowplug.kernels.mla import absorbed_fp8 as fp8
 from glowplug.kernels.mla import expand as mla_expand
@@ -47,7 +47,7 @@ build(merge._merge_into, dict(out="*fp32", lse="*fp32", part=x, part_lse="*fp32"
 
 RING = """
 import re
-from tests.compiled import build, gl, tile
+from tests.support.compiled import build, gl, tile
 from glowplug.kernels.mla.decode_hopper import mla_decode_hopper_kernel
 
 for cache, ring in ((gl.bfloat16, 2), (gl.float8e4nv, 3)):

@@ -18,7 +18,7 @@ from glowplug.kernels.moe import (
 )
 from glowplug.kernels.moe.align import align
 from glowplug.kernels.moe.tiles import tile
-from tests.tables import forget
+from tests.support.tables import forget
 
 GPU = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float32)

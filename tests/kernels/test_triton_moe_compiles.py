@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import uninterpreted
+from tests.support import uninterpreted
 
 pytest.importorskip("triton")
 
@@ -16,11 +16,11 @@ from glowplug.kernels.moe import tiles as moe_tiles, tuning as moe_tuning
 from glowplug.kernels.moe.align import max_blocks
 from glowplug.kernels.moe.tiles import Problem
 from glowplug.plugins.quantization.shared.expert_bytes import dense_experts
-from tests.tables import forget
+from tests.support.tables import forget
 
 PROBLEM = Problem(66, 8, 2048, 1408, "bfloat16")
 SCRIPT = """
-from tests.compiled import build
+from tests.support.compiled import build
 from glowplug.kernels.moe import gemm as moe_gemm
 from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.kernels.moe.experts import MOST_EARLY

@@ -11,12 +11,12 @@ from glowplug.kernels.formats import fp8, fp8_triton as fp8_quant
 from glowplug.kernels.moe.align import align
 from glowplug.kernels.moe.fp8 import gemm_hopper as hopper, tiles as moe_fp8_tiles
 from glowplug.kernels.moe.sort import gather_rows
-from tests import uninterpreted
 from tests.kernels.test_triton_moe_gemm_fp8 import DTYPE, Case
+from tests.support import uninterpreted
 
 CLOSE = 3e-3  #: of results in bfloat16
 SCRIPT = """
-from tests.compiled import build, tile
+from tests.support.compiled import build, tile
 from glowplug.kernels.moe.fp8 import gemm_hopper as hopper
 from triton.experimental.gluon import language as gl
 

@@ -9,11 +9,11 @@ pytest.importorskip("triton")
 
 from glowplug.kernels.elementwise.activation_reference import silu_and_mul
 from glowplug.kernels.moe import experts as moe_experts, fused_shared as moe_shared, reference as moe
-from tests import uninterpreted
+from tests.support import uninterpreted
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCRIPT = """
-from tests.compiled import build, tile
+from tests.support.compiled import build, tile
 from glowplug.kernels.moe import gemm_hopper as hopper
 
 kinds = dict(x="*bf16", out="*bf16", x_at=tile(64, hopper.DEPTH), w_at=tile(hopper.COLUMNS // 2, hopper.DEPTH),

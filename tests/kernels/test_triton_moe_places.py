@@ -15,11 +15,11 @@ if DEVICE == "cpu":
 from glowplug.kernels.elementwise.activation_reference import silu_and_mul  # noqa: E402
 from glowplug.kernels.formats import fp8, fp8_triton as fp8_quant  # noqa: E402
 from glowplug.kernels.moe.fp8 import library_layouts as moe_places  # noqa: E402
-from tests import uninterpreted  # noqa: E402
+from tests.support import uninterpreted  # noqa: E402
 
 EXPERTS, WIDTH = 5, 3
 SCRIPT = """
-from tests.compiled import build
+from tests.support.compiled import build
 from glowplug.kernels.moe.fp8 import library_layouts as moe_places
 
 kinds = dict(x="*fp8e4nv", x_scales="*fp32", values="*fp8e4nv", scales="*fp32", strides="*i64",

@@ -3,12 +3,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests import uninterpreted
+from tests.support import uninterpreted
 
 pytest.importorskip("triton")
 
 SCRIPT = """
-from tests.compiled import build
+from tests.support.compiled import build
 from glowplug.kernels.formats import fp8_triton as fp8_quant
 from glowplug.kernels.moe.fp8 import gated_splits as moe_gated_parts
 from glowplug.kernels.moe.fp8 import gemm as moe_gemm_fp8

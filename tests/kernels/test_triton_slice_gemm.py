@@ -4,12 +4,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests import uninterpreted
+from tests.support import uninterpreted
 
 pytest.importorskip("triton")
 
 SCRIPT = """
-from tests.compiled import build, tile
+from tests.support.compiled import build, tile
 from glowplug.kernels.gemm import split_depth as slice_gemm
 
 for tokens in (32, 64):

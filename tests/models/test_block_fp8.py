@@ -13,7 +13,7 @@ from glowplug.core.facts.model_facts import ModelFacts, TensorFact
 from glowplug.core.protocols import LinearShape, Quantized, Worker
 from glowplug.core.testing.harness.build import DictSource, Stepper, build_context, build_model, make, plan_for
 from tests.models.test_parity_deepseek import V3
-from tests.parity import YARN, prompts, write
+from tests.support.parity import YARN, prompts, write
 
 QUANTIZED = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 #: 192 and 72 are ragged; the fused q_a (192 rows) with kv_a (136 rows) begins its second part inside a block

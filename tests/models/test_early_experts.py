@@ -19,7 +19,7 @@ from glowplug.core.protocols.build_context import BuildContext
 from glowplug.core.testing.harness.build import build_context
 from glowplug.kernels.moe.route import route
 from glowplug.plugins.quantization.dense import experts_cuda as dense_cuda
-from tests.tiny import CONFIGS
+from tests.support.tiny import CONFIGS
 
 SIZES = MoeSizes(hidden=32, width=16, experts=5, topk=2, shared=32, sigmoid=False)
 

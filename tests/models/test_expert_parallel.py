@@ -19,8 +19,8 @@ from glowplug.core.protocols.parallel_stack import ParallelStack
 from glowplug.core.step.batch import Batch, StepShape
 from glowplug.core.testing.harness.build import Stepper, build_context, build_model, make, plan_for
 from glowplug.core.testing.harness.ranks import RankSet, rank_plan, submit
-from tests.rank_threads import on_ranks
-from tests.tiny import V3, write_config
+from tests.support.rank_threads import on_ranks
+from tests.support.tiny import V3, write_config
 from tests.unit.test_layers import facts_of, random_tensors
 
 pytestmark = pytest.mark.usefixtures("quick_switches")

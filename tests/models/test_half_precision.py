@@ -10,7 +10,7 @@ import torch
 from glowplug.core.testing.harness.build import Stepper, build_context, build_model, plan_for
 from tests.models.test_parity_deepseek import CASES
 from tests.models.test_parity_llama import GQA
-from tests.parity import prompts, write
+from tests.support.parity import prompts, write
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "v3": CASES["v3_groups_yarn"], "v2_lite": CASES["v2_lite"],

@@ -17,7 +17,7 @@ from glowplug.core.protocols import LinearShape, Worker
 from glowplug.core.testing.harness.build import DictSource, Stepper, build_model, make, plan_for
 from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan, submit
 from glowplug.kernels.formats import int8
-from tests.narrow import (
+from tests.support.narrow import (
     AWQ,
     COMPRESSED,
     INT8,
@@ -316,7 +316,7 @@ def test_formats_are_not_mixed_up(tmp_path: Path, plugins: PluginSet) -> None:
 @pytest.mark.parametrize("kind", ["int8", "compressed", "awq"])
 def test_random_weights_of_a_config_alone(kind: str, tmp_path: Path) -> None:
     """For benchmarks without a checkpoint: what a published one of this config.json would hold."""
-    from tests.tiny import write_config
+    from tests.support.tiny import write_config
 
     changes = {"q_lora_rank": 64} if kind == "awq" else {}
     folder = write_config(tmp_path, "v3", quantization_config=FORMATS[kind][0], **changes)

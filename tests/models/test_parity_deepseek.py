@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.parity import MLA, YARN, assert_parity, write
+from tests.support.parity import MLA, YARN, assert_parity, write
 
 V3: dict[str, Any] = dict(MLA, q_lora_rank=48, n_routed_experts=16, n_group=4, topk_group=2, num_experts_per_tok=4,
                           n_shared_experts=1, routed_scaling_factor=2.5, norm_topk_prob=True,

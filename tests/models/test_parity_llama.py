@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.parity import COMMON, assert_parity, write
+from tests.support.parity import COMMON, assert_parity, write
 
 GQA: dict[str, Any] = dict(COMMON, num_key_value_heads=2, head_dim=16)
 LLAMA3: dict[str, Any] = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,

@@ -14,7 +14,7 @@ from glowplug.core.startup.load_weights import load_model
 from glowplug.core.testing.harness.build import DictSource, Stepper, build_context, build_model
 from glowplug.models.deepseek.nextn import PREVIOUS_HIDDEN, DeepseekNextN
 from tests.models.test_parity_deepseek import V3
-from tests.parity import TOLERANCE, YARN, Reference, write
+from tests.support.parity import TOLERANCE, YARN, Reference, write
 
 LAYERS = V3["num_hidden_layers"]
 PREFIX = f"model.layers.{LAYERS}"

@@ -22,7 +22,7 @@ from glowplug.core.startup.build_rank import build_context, make_worker
 from glowplug.core.startup.load_weights import load_model
 from glowplug.core.testing.harness.build import DictSource, Stepper
 from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan, run_ranks, submit
-from tests.tiny import write_config
+from tests.support.tiny import write_config
 from tests.unit.test_layers import random_tensors
 
 #: uneven everywhere: 157 tokens are three slices of 40 and one of 37

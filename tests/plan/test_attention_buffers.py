@@ -15,8 +15,8 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet
 from glowplug.plugins.attention.mla.flashinfer import WORKSPACE
-from tests.source_tree import ROOT
-from tests.traced_memory import plugins_of_the_card
+from tests.gpu.traced_memory import plugins_of_the_card
+from tests.support.source_tree import ROOT
 
 LONG = 163840
 LINE = "attention buffers"

@@ -20,8 +20,8 @@ from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.testing.harness.fakes import write_model
 from glowplug.kernels.launch import tuned_tables as tuned
 from glowplug.plugins.quantization.shared import provider_choice as gemm_order, tuned_tables
-from tests.narrow import AWQ
-from tests.tables import forget
+from tests.support.narrow import AWQ
+from tests.support.tables import forget
 
 H200 = replace(read_sheet("1xh200"), packages=None)  #: what is installed is up to ``make``
 LIBRARIES = {"sglang-kernel": "0.4.2.post2", "flashinfer-python": "0.6.11.post1", "sgl-deep-gemm": "0.1.0",
@@ -348,7 +348,7 @@ class TestTunedTables:
 
     def test_a_scheme_with_inherited_options_that_dequantises_has_nobody_named(
             self, make: Callable[..., EnginePlan]) -> None:
-        plan = make({"quantization": {"use": "plain_torch"}}, extra=("tests.teacher",))
+        plan = make({"quantization": {"use": "plain_torch"}}, extra=("tests.plugins.teacher",))
         assert not [found for found in plan.decisions if found.field == gemm_order.FIELD]
 
     @pytest.mark.parametrize(("scheme", "kind", "among", "rule"), [

@@ -16,7 +16,7 @@ from glowplug.core.plugin.registry import PluginSet
 from tests.plan.conftest import Planner
 from tests.plan.test_credit import PACKAGES, written_sheet
 from tests.plan.test_flags import given
-from tests.source_tree import ROOT
+from tests.support.source_tree import ROOT
 
 V3, LITE = (ROOT / "models" / "shapes" / f"{name}.json" for name in ("deepseek-v3", "deepseek-v2-lite"))
 

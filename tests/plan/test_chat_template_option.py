@@ -12,7 +12,7 @@ from glowplug.core.plugin.registry import PluginSet
 from glowplug.entrypoints.bench.others.engine_options import engine_config
 from glowplug.entrypoints.cli.flags import Given, Parser, add_engine_options, read_command_line
 from glowplug.entrypoints.front.model_text import open_tokenizer
-from tests.tiny_tokenizer import BOS, write_folder
+from tests.support.tiny_tokenizer import BOS, write_folder
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 OTHER = "a Jinja file, or the template itself; leave chat_template out for the model's own"

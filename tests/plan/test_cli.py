@@ -17,8 +17,8 @@ from glowplug.core.plugin.slots import SLOTS
 from glowplug.entrypoints.bench import COMMANDS as BENCHES
 from glowplug.entrypoints.checkpoints.random import COMMANDS as CHECKPOINTS
 from glowplug.entrypoints.cli.main import COMMANDS, main
-from tests.pace import child, slowness, yardstick
-from tests.source_tree import ROOT
+from tests.support.pace import child, slowness, yardstick
+from tests.support.source_tree import ROOT
 
 ENVIRONMENT = {"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin", "COLUMNS": "120"}
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from glowplug.core.plugin.registry import PluginSet
-from tests.tiny import write_config
-from tests.traced_memory import planned, plugins_of_the_card, written
+from tests.gpu.traced_memory import planned, plugins_of_the_card, written
+from tests.support.tiny import write_config
 
 WITHOUT = {"sgl-deep-gemm": "", "deep-gemm": ""}
 

@@ -20,7 +20,7 @@ from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.plugin.slots import SLOTS
 from glowplug.core.testing.harness.fakes import TINY_V3, write_model
 from tests.plan.conftest import Planner
-from tests.source_tree import ROOT
+from tests.support.source_tree import ROOT
 
 TENSORS = {"model.embed_tokens.weight": ("BF16", (512, 128)), "lm_head.weight": ("BF16", (512, 128))}
 KEY = "a-key-that-nobody-sees"

@@ -9,8 +9,8 @@ import pytest
 from glowplug.core.plan.budget.graphs import PAGE, driver_bytes
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.registry import PluginSet
-from tests.tiny import write_config
-from tests.traced_memory import planned as planned_for_card, plugins_of_the_card, written
+from tests.gpu.traced_memory import planned as planned_for_card, plugins_of_the_card, written
+from tests.support.tiny import write_config
 
 MIB = 1 << 20
 NEAR, SMALL = 0.05, 32 * MIB  #: as tests/e2e/test_gpu_memory.py judges

@@ -10,7 +10,7 @@ import pytest
 from glowplug.core.facts.machine import read_sheet
 from glowplug.core.plan.budget.graphs import PER_PIECE
 from glowplug.core.plugin.offers import EVERY_MODE_GRAPH, Capture, Mode
-from tests.tiny import write_config
+from tests.support.tiny import write_config
 
 H200 = read_sheet("1xh200")
 

@@ -11,9 +11,9 @@ from glowplug.core.facts.machine import read_sheet
 from glowplug.core.plan.plan import BudgetLine, EnginePlan
 from glowplug.core.plugin.offers import CollectiveOffers
 from glowplug.core.testing.harness.fakes import component
+from tests.gpu.traced_memory import written
 from tests.plan.test_graphs import decided
 from tests.plan.test_refusals import with_components
-from tests.traced_memory import written
 
 H200 = read_sheet("1xh200")
 PATH = "memory.growing_segments"

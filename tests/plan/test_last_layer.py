@@ -9,7 +9,7 @@ import pytest
 
 from glowplug.core.plan.plan import EnginePlan
 from tests.plan.test_growing_segments import H200
-from tests.tiny import write_config
+from tests.support.tiny import write_config
 
 FIELD = "scheduler.last_layer"
 

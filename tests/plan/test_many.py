@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from glowplug.core.testing.harness.fakes import TINY_LLAMA, TINY_V3, write_model
-from tests.source_tree import ROOT
+from tests.support.source_tree import ROOT
 
 SCRIPT = """
 import json, math, random, sys, time
@@ -17,7 +17,7 @@ from glowplug.core.errors import PlanRefused
 from glowplug.core.facts.machine import read_sheet
 from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.plan.resolve import plan
-from tests.pace import slowness, yardstick
+from tests.support.pace import slowness, yardstick
 
 axes = [json.loads(sys.argv[1]), ["auto", "auto", "torch_mla", "torch_mha"], ["auto", "auto", "bfloat16", "fp8_e4m3"],
         ["auto", "auto", "none", "block_fp8", "fp8"], ["auto", "float32", "float16"],

@@ -16,7 +16,7 @@ import pytest
 from glowplug import LLM, PlanRefused, SamplingParams
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
-from tests.tiny import CONFIGS, write_config
+from tests.support.tiny import CONFIGS, write_config
 
 SAMPLE, PARTS = 200, 4  #: parts: so that processes share them
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

@@ -15,7 +15,7 @@ from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.testing.harness.fakes import write_model
 from glowplug.plugins.attention.shared import decode_choice as measured
-from tests.tiny import LLAMA
+from tests.support.tiny import LLAMA
 
 INSTALLED = {"sglang-kernel": "0.4.2.post2", "triton": "3.6.0"}
 LARGE = {**LLAMA, "hidden_size": 512, "num_attention_heads": 8, "head_dim": 128, "torch_dtype": "bfloat16"}

@@ -18,8 +18,8 @@ from glowplug.core.plan.budget.weights import Storage, number_bytes, parts_of, w
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.plugin.registry import PluginSet, load_plugins
 from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan
-from tests.source_tree import ROOT
-from tests.tiny import CONFIGS, write_config
+from tests.support.source_tree import ROOT
+from tests.support.tiny import CONFIGS, write_config
 
 MESHES = [{}, {"tp": 2}, {"tp": 4}, {"tp": 4, "ep": 4}, {"tp": 4, "ep": 2}, {"tp": 4, "dp": 2}, {"tp": 4, "dp": 4},
           {"tp": 4, "ep": 2, "dp": 2}, {"tp": 4, "ep": 4, "dp": 4}, {"tp": 2, "ep": 2, "dp": 1}]

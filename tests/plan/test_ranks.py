@@ -18,9 +18,9 @@ from glowplug.core.plan.layout_table import blocks, runs
 from glowplug.core.plan.plan import BudgetLine, EnginePlan
 from glowplug.core.plan.table import render
 from glowplug.core.plugin.registry import PluginSet
-from tests.pace import slowness, yardstick
 from tests.plan.test_cli import ENVIRONMENT, glowplug
-from tests.source_tree import ROOT
+from tests.support.pace import slowness, yardstick
+from tests.support.source_tree import ROOT
 
 SHAPES = ROOT / "models" / "shapes"
 V3 = str(SHAPES / "deepseek-v3.json")
@@ -206,7 +206,7 @@ def test_v3_that_does_not_fit_is_refused_with_numbers() -> None:
 
 
 def test_ranks_of_unequal_bytes_are_listed_apart(planned: Any, tmp_path: Path) -> None:
-    from tests.tiny import write_config
+    from tests.support.tiny import write_config
 
     folder = write_config(tmp_path, "v3", vocab_size=158)
     plan = planned(strategies(("tensor", 4), model=str(folder)))

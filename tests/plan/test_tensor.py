@@ -14,8 +14,8 @@ from glowplug.core.facts.model_folder import model_facts, normalise, read_json
 from glowplug.core.facts.splits import Split, fitting_sizes, splits, uneven
 from glowplug.core.plugin.offers import QuantizationOffers
 from tests.plan.test_refusals import component, with_components
-from tests.source_tree import ROOT
-from tests.tiny import CONFIGS, write_config
+from tests.support.source_tree import ROOT
+from tests.support.tiny import CONFIGS, write_config
 
 
 def shape(name: str) -> ModelFacts:

@@ -24,7 +24,7 @@ import torch
 from glowplug.core.protocols import WeightSource, Worker
 from glowplug.core.testing.harness.plans import bare_plan
 from glowplug.core.testing.suites.weights import WeightSourceSuite
-from tests.work import at_most
+from tests.support.work import at_most
 
 gguf = pytest.importorskip("gguf")
 ROOT = Path(__file__).parents[2]

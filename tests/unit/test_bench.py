@@ -18,7 +18,7 @@ from glowplug.entrypoints.bench.load import datasets, metrics
 from glowplug.entrypoints.bench.load.backends import BACKENDS, Asked, Outcome, Request, ask, outcome_of
 from glowplug.entrypoints.bench.load.http_stream import Target, events, read_answer
 from glowplug.entrypoints.bench.load.load import Load, drive, gaps
-from tests.bench_server import FakeServer
+from tests.support.bench_server import FakeServer
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from glowplug.entrypoints.bench.kernel.calls import Call
 from glowplug.entrypoints.bench.kernel.world import KernelWorld, NoiseSource, StepShape
 from glowplug.entrypoints.bench.kernels import _providers, variants
 from glowplug.entrypoints.checkpoints.cut_model import cut_config, write_cut
-from tests.tiny import CONFIGS, write_config
+from tests.support.tiny import CONFIGS, write_config
 
 SIZES: dict[str, Any] = {"skip_tokenizer": True, "weights": {"use": "random"}, "device": "cpu", "context_length": 128,
                          "dtype": "float32"}

@@ -22,7 +22,7 @@ from glowplug.entrypoints.bench.others.floor import (
     step_bytes,
 )
 from glowplug.entrypoints.bench.others.in_process import BatchTimes
-from tests.tiny import write_config
+from tests.support.tiny import write_config
 
 SHAPES = Path(bench.__file__).resolve().parents[2] / "models" / "shapes"
 LONG = 10**6  #: tokens, so many that every expert is picked

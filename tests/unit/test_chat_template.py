@@ -16,7 +16,7 @@ from glowplug.core.errors import RequestError
 from glowplug.core.text import chat_template
 from glowplug.core.text.chat_template import ChatTemplate
 from glowplug.core.text.tokenizer import Tokenizer
-from tests.tiny_tokenizer import ASSISTANT, BOS, CHAT, EOS, byte_level
+from tests.support.tiny_tokenizer import ASSISTANT, BOS, CHAT, EOS, byte_level
 
 USER = [{"role": "user", "content": "hi"}]
 

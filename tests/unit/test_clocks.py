@@ -6,18 +6,18 @@ from functools import cache
 
 import pytest
 
-from tests.clock_uses import compared, modules_of, short_waits
-from tests.source_tree import ROOT, name_of, tree
+from tests.support.clock_uses import compared, modules_of, short_waits
+from tests.support.source_tree import ROOT, name_of, tree
 
 #: files that compare what a clock says, and why
 WITH_A_CLOCK = {
-    "tests/waiting.py",  # the one place that gives up what never comes
-    "tests/sleepy_tuner.py",  # a tuner with so many seconds
+    "tests/support/waiting.py",  # the one place that gives up what never comes
+    "tests/plugins/sleepy_tuner.py",  # a tuner with so many seconds
     "tests/e2e/fake_engine.py",  # an engine whose requests have deadlines
     "tests/e2e/two_hosts.py",  # a tool that measures how long a fault takes to be found
-    "tests/gpu_combinations.py",  # tools that run for hours on a card
-    "tests/gpu_record.py",
-    "tests/gpu_sanitize.py",
+    "tests/gpu/combinations.py",  # tools that run for hours on a card
+    "tests/gpu/record.py",
+    "tests/gpu/sanitize.py",
 }
 
 
@@ -63,10 +63,10 @@ PACE = "import time\ndef pace():\n    start = time.process_time()\n    return ti
     ("note(time.time())\n assert found == [1]", False),
     ("assert pytest.approx(1) == 1.0 and 3 < 4", False)])
 def test_comparisons_of_clocks_are_found(lines: str, wrong: bool) -> None:
-    head = "import time\nfrom time import monotonic as now\nimport pytest\nfrom tests.pace import pace\n"
+    head = "import time\nfrom time import monotonic as now\nimport pytest\nfrom tests.support.pace import pace\n"
     for mark, expected in (("", wrong), ("@pytest.mark.slow\n@pytest.mark.timing\n", False)):
         module = ast.parse(f"{head}{mark}def test_one():\n {lines}\n")
-        known = modules_of({"tests.pace": ast.parse(PACE), "tests.one": module})
+        known = modules_of({"tests.support.pace": ast.parse(PACE), "tests.one": module})
         assert bool(list(compared(module, known["tests.one"]))) == expected
     whole = ast.parse(f"{head}pytestmark = [pytest.mark.timing]\ndef test_one():\n {lines}\n")
     assert not list(compared(whole, known["tests.one"]))

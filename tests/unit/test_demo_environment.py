@@ -17,9 +17,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from glowplug.core.facts.machine import read_sheet
-from tests.demo_environment import dependencies, glowplug, python, run, variables
-from tests.source_tree import ROOT, imported, name_of, sources
-from tests.waiting import until
+from tests.support.demo_environment import dependencies, glowplug, python, run, variables
+from tests.support.source_tree import ROOT, imported, name_of, sources
+from tests.support.waiting import until
 
 #: import names of the packages in extras for users, which no runtime module may rely on without a reason to be chosen
 EXTRAS = {"triton", "flashinfer", "sgl_kernel", "deep_gemm", "ray"}

@@ -23,10 +23,10 @@ import pytest
 
 from glowplug.core.facts.machine import read_sheet
 from glowplug.core.plugin import hookspecs
-from tests.demo_environment import glowplug, run
 from tests.e2e.test_gpu_ranks import LAYOUTS
-from tests.source_tree import PACKAGES, ROOT, sources
-from tests.tiny import write_config
+from tests.support.demo_environment import glowplug, run
+from tests.support.source_tree import PACKAGES, ROOT, sources
+from tests.support.tiny import write_config
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", ROOT / "CHANGELOG.md",
          *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "models").rglob("*.md"))]

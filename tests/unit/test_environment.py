@@ -19,7 +19,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.source_tree import ROOT
+from tests.support.source_tree import ROOT
 
 PIN = re.findall(r"^torch==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[0]
 CLOSED = "http://127.0.0.1:9/whl/cpu"  #: nothing listens there

@@ -18,7 +18,7 @@ from glowplug.plugins.executors.ranks.failure_cause import SPAWN, Kind, Watch, f
 from glowplug.plugins.executors.ranks.host import find_site
 from glowplug.plugins.executors.ranks.host_identity import differences, identity
 from glowplug.plugins.executors.torchrun import TorchrunOptions
-from tests.tiny import write_config
+from tests.support.tiny import write_config
 
 PLUGINS = load_plugins(entry_points=False)
 ENVIRONMENT = {"TORCHELASTIC_RUN_ID": "x", "RANK": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2",

@@ -10,7 +10,7 @@ from glowplug.core.facts.model_folder import model_facts, normalise
 from glowplug.core.plugin.component import CheckContext, Component
 from glowplug.models.deepseek.config import DeepseekConfig
 from glowplug.models.families import ModelOptions, register_models
-from tests.tiny import CONFIGS
+from tests.support.tiny import CONFIGS
 
 
 def family(architecture: str) -> Component:

@@ -20,7 +20,7 @@ from glowplug.core.startup.phases import rate
 from glowplug.core.step.messages import Control
 from glowplug.core.testing.harness.plans import bare_plan
 from glowplug.core.testing.harness.ranks import rank_plan
-from tests.tiny import write_config
+from tests.support.tiny import write_config
 
 GIB = 1 << 30
 

@@ -12,7 +12,7 @@ from glowplug.core.startup import warmup
 from glowplug.core.testing.harness.plans import bare_plan
 from glowplug.plugins.quantization.block_fp8.plugin import BlockFp8Options
 from glowplug.plugins.quantization.shared.expert_bytes import MASKED_TOKENS, TILE, fp8_experts, fp8_turns, masked_rows
-from tests.traced_memory import planned, plugins_of_the_card, written
+from tests.gpu.traced_memory import planned, plugins_of_the_card, written
 
 MIB = 1 << 20
 INSTALLED = {"sgl-deep-gemm": "0.1.0", "sglang-kernel": "0.4.2"}

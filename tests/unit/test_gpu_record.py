@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.source_tree import ROOT
+from tests.support.source_tree import ROOT
 
 TESTS = """
 import os, signal, time
@@ -47,7 +47,7 @@ def test_g_comes_late(number): pass
 
 
 def ran(folder: Path, *words: str) -> dict[str, Any]:
-    subprocess.run([sys.executable, "-m", "pytest", "-p", "tests.gpu_record", "--record", "found.json", "-q",
+    subprocess.run([sys.executable, "-m", "pytest", "-p", "tests.gpu.record", "--record", "found.json", "-q",
                     "-p", "no:cacheprovider", "test_some.py", *words], cwd=folder, capture_output=True, timeout=120,
                    env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}, check=False)
     found: dict[str, Any] = json.loads((folder / "found.json").read_text())
@@ -69,5 +69,5 @@ def test_a_run_that_is_killed(tmp_path: Path, words: tuple[str, ...]) -> None:
     (tmp_path / "found.json").rename(tmp_path / "before.json")
     again = ran(tmp_path, *words, "--left-by", "before.json")
     assert again["complete"] and again["passed"] == 3 and again["failed"] == 3 and again["collected"] == 6
-    assert "pytest -p tests.gpu_record" in again["command"] and again["seconds"] >= 0
+    assert "pytest -p tests.gpu.record" in again["command"] and again["seconds"] >= 0
     assert next(iter(again["slowest"].items())) == ("test_some.py::test_f_kills", 1) and len(again["slowest"]) == 6

@@ -13,8 +13,9 @@ import torch
 
 from glowplug.kernels.formats import fp8_triton as fp8_quant
 from glowplug.kernels.moe import align as moe_align
-from tests import gates, gpu_combinations, gpu_logits, gpu_sanitize
-from tests.tiny import write_config
+from tests.gpu import combinations as gpu_combinations, logits as gpu_logits, sanitize as gpu_sanitize
+from tests.support import gates
+from tests.support.tiny import write_config
 
 LOG = """
 ========= COMPUTE-SANITIZER

@@ -13,7 +13,7 @@ from glowplug.core import protocols
 from glowplug.core.plugin import hookspecs, offers, options
 from glowplug.core.plugin.component import Options
 from glowplug.core.plugin.slots import BY_NAME, SLOTS
-from tests.source_tree import ROOT, dotted, name_of, sources, tree
+from tests.support.source_tree import ROOT, dotted, name_of, sources, tree
 
 #: distributions whose packages go by another name
 IMPORT_NAMES = {"sglang-kernel": "sgl_kernel", "flashinfer-python": "flashinfer", "sgl-deep-gemm": "deep_gemm"}

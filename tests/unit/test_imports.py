@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.pace import child, slowness, yardstick
-from tests.source_tree import ROOT, imported, name_of, sources
+from tests.support.pace import child, slowness, yardstick
+from tests.support.source_tree import ROOT, imported, name_of, sources
 
 #: package -> which of our packages it may import
 MAY_IMPORT = {

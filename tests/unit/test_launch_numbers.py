@@ -5,7 +5,7 @@ import ast
 
 import pytest
 
-from tests.source_tree import ROOT
+from tests.support.source_tree import ROOT
 
 triton = pytest.importorskip("triton")
 

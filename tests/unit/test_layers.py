@@ -19,7 +19,7 @@ from glowplug.core.layers.rope import RopeConfig
 from glowplug.core.protocols import LinearShape, Parts, Quantized, Shard
 from glowplug.core.testing.harness.build import Stepper, build_context, build_model
 from glowplug.plugins.parallel.unsplit import Unsplit
-from tests.tiny import CONFIGS
+from tests.support.tiny import CONFIGS
 
 
 @dataclass

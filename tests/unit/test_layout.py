@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.source_tree import PACKAGES, ROOT, name_of, sources
+from tests.support.source_tree import PACKAGES, ROOT, name_of, sources
 
 
 def test_links_and_top_level_packages_agree() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from tests.source_tree import ROOT
+from tests.support.source_tree import ROOT
 
 
 def run(*command: str) -> str:

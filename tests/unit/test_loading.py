@@ -14,7 +14,7 @@ from glowplug.core.facts.model_folder import model_facts, normalise
 from glowplug.core.protocols import WeightTarget
 from glowplug.core.startup.load_weights import load_model
 from glowplug.core.testing.harness.build import DictSource, build_context, make, plan_for
-from tests.tiny import CONFIGS
+from tests.support.tiny import CONFIGS
 
 
 class Synthetic(DictSource):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.source_tree import ROOT, dotted, imported, name_of, sources
+from tests.support.source_tree import ROOT, dotted, imported, name_of, sources
 
 FORBIDDEN_MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 FORBIDDEN_CALLS = {"torch.load", "torch.save", "yaml.load", "yaml.unsafe_load",

@@ -12,9 +12,9 @@ from hypothesis import given, settings, strategies as st
 from glowplug.core.step.request import SamplingParams
 from glowplug.core.text.stop_strings import OutputProcessor, StopStrings
 from glowplug.core.text.tokenizer import Tokenizer
-from tests.pace import slowness, yardstick
-from tests.tiny_tokenizer import EOS, TEXT, byte_level
-from tests.work import lines
+from tests.support.pace import slowness, yardstick
+from tests.support.tiny_tokenizer import EOS, TEXT, byte_level
+from tests.support.work import lines
 
 
 @cache

@@ -9,7 +9,7 @@ import pytest
 from glowplug import LLM, SamplingParams
 from glowplug.core.engine.profiling import Profiler
 from glowplug.core.errors import RequestError
-from tests.tiny import write_config
+from tests.support.tiny import write_config
 
 PHASES = {"schedule", "launch", "inputs", "plan sampling", "plan attention", "step", "draft", "forward", "logits",
           "accept", "sample", "results to host", "commit"}

@@ -20,7 +20,7 @@ from glowplug.core.testing.harness.ranks import RankSet, rank_plan, run_ranks, s
 from glowplug.core.testing.harness.threads import ThreadOptions
 from glowplug.core.testing.harness.threads_runtime import MEETINGS, Meeting, ThreadCollectives
 from glowplug.core.testing.suites.parallel import CollectivesSuite
-from tests.tiny import write_config
+from tests.support.tiny import write_config
 
 MESHES = [{"tp": 2}, {"tp": 4}, {"tp": 4, "dp": 2}, {"tp": 4, "ep": 2}, {"tp": 4, "dp": 4, "ep": 2}]
 

@@ -13,7 +13,7 @@ from glowplug.core.plugin.registry import load_plugins
 from glowplug.core.startup import build_rank as worker, torch_allocator as segments
 from glowplug.core.startup.torch_allocator import SETTER, VARIABLES, use_segments
 from glowplug.core.testing.harness.ranks import rank_plan
-from tests.tiny import write_config
+from tests.support.tiny import write_config
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import ast
 from pathlib import Path
 from statistics import median
 
-from tests.source_tree import PACKAGES, ROOT, dotted, name_of, sources, tree
+from tests.support.source_tree import PACKAGES, ROOT, dotted, name_of, sources, tree
 
 FILE_LINES = 400
 FUNCTION_LINES = 60

@@ -18,8 +18,8 @@ from glowplug.core.errors import RequestError
 from glowplug.core.text.detokenize import WINDOW
 from glowplug.core.text.tokenizer import Tokenizer
 from glowplug.plugins.outputs.tokenizer import open_tokenizer
-from tests.source_tree import ROOT
-from tests.tiny_tokenizer import ASSISTANT, BOS, CHAT, EOS, TEXT, byte_fallback, byte_level, write_folder
+from tests.support.source_tree import ROOT
+from tests.support.tiny_tokenizer import ASSISTANT, BOS, CHAT, EOS, TEXT, byte_fallback, byte_level, write_folder
 
 HARD = [
     *TEXT, "", " ", "\n\n", "é", "👩‍👩‍👧‍👦", "e\u0301", "\u200d", "\x00", "日", "a\ufffdb", "🇩🇪🇫🇷", "\U0010ffff", "ﷺ",

@@ -6,8 +6,8 @@ import json
 import pytest
 
 pytest.importorskip("triton")
-from tests import uninterpreted
-from tests.traced_memory import CASES
+from tests.gpu.traced_memory import CASES
+from tests.support import uninterpreted
 
 NEAR = 0.05
 SMALL = 1 << 20  #: bytes of indices and the like, which are estimated by the token
@@ -16,7 +16,7 @@ QUICK = ("v2-lite", "v3, few tokens", "tiny llama")
 
 def check(names: list[str]) -> None:
     """In a process of its own, where Triton does not interpret."""
-    done = uninterpreted.run("-m", "tests.traced_memory", *names)
+    done = uninterpreted.run("-m", "tests.gpu.traced_memory", *names)
     found = [line for line in done.stdout.splitlines() if line.startswith("{")]
     assert found, done.stderr[-3000:]
     for name, lines in json.loads(found[-1]).items():

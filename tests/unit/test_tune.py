@@ -13,9 +13,9 @@ from glowplug.core.startup.layer_shapes import LayerShapes, layer_shapes
 from glowplug.entrypoints.cli import tune_workers
 from glowplug.entrypoints.cli.commands import tune
 from glowplug.entrypoints.cli.main import main
-from tests.tiny import write_config
+from tests.support.tiny import write_config
 
-PLUGIN = "tests.sleepy_tuner"
+PLUGIN = "tests.plugins.sleepy_tuner"
 MODEL = ("--model", "tiny-v3", "--device", "cpu", "--plugin", PLUGIN)
 
 
@@ -36,7 +36,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     one = Clock()
     monkeypatch.setattr(tune, "time", one)
-    monkeypatch.setattr("tests.sleepy_tuner.time", one)
+    monkeypatch.setattr("tests.plugins.sleepy_tuner.time", one)
     return one
 
 
@@ -94,7 +94,7 @@ def test_every_table_is_filled_and_the_next_run_does_nothing(tables: Path, clock
 
 def test_time_runs_out_and_another_run_goes_on(tables: Path, clock: Clock, capsys: pytest.CaptureFixture[str],
                                                monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.sleepy_tuner.SECONDS", 0.3)
+    monkeypatch.setattr("tests.plugins.sleepy_tuner.SECONDS", 0.3)
     assert main(["tune", "sleepy", *MODEL, "--max-minutes", "0.03"]) == 0
     assert 1.8 <= clock.now < 1.8 + 0.3, "the measurement that the time ran out in was the last"
     assert "run the same command again to go on" in capsys.readouterr().out

@@ -9,7 +9,7 @@ from glowplug.core.startup.layer_shapes import Tuner
 from glowplug.entrypoints.cli.commands import tune
 from glowplug.entrypoints.cli.main import main
 
-MODEL = ("--model", "tiny-v3", "--device", "cpu", "--plugin", "tests.sleepy_tuner")
+MODEL = ("--model", "tiny-v3", "--device", "cpu", "--plugin", "tests.plugins.sleepy_tuner")
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ from glowplug.entrypoints.bench.others import turns
 from glowplug.entrypoints.bench.others.peer_engines import ENGINES, ServedRun, StaticRun, interpreters
 from glowplug.entrypoints.bench.others.turns import Turn, in_turns
 from glowplug.entrypoints.cli.main import main
-from tests.source_tree import ROOT
-from tests.waiting import LIMIT, until
+from tests.support.source_tree import ROOT
+from tests.support.waiting import LIMIT, until
 
 #: stands in for an interpreter that has SGLang: its tools' options, what they print and write, and when they worked
 SGLANG = """#!{python}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.source_tree import PACKAGES, ROOT, name_of, sources
+from tests.support.source_tree import PACKAGES, ROOT, name_of, sources
 
 pytestmark = pytest.mark.slow
 SKIPPED = shutil.ignore_patterns(".git", ".venv", "__pycache__", "build", "dist", "*.egg-info", ".*_cache", "scratch")

@@ -34,8 +34,8 @@ from glowplug.core.startup import build_rank as worker, warmup
 from glowplug.core.step import to_device as placement
 from glowplug.core.step.batch import shape_of
 from glowplug.core.step.kv_pool import KVPool
-from tests.source_tree import ROOT
-from tests.tiny import write_config
+from tests.support.source_tree import ROOT
+from tests.support.tiny import write_config
 
 INSTALLED = {"sglang-kernel": "0.4.2.post2", "flashinfer-python": "0.6.11.post1", "triton": "3.6.0",
              "sgl-deep-gemm": "0.1.0"}

@@ -41,9 +41,9 @@ class RoundedMlaOptions(TorchMlaOptions):
 
 @hookimpl
 def register_samplers() -> list[Component]:
-    return [Component("teacher", TeacherOptions, "tests.teacher_runtime:Teacher",
+    return [Component("teacher", TeacherOptions, "tests.plugins.teacher_runtime:Teacher",
                       offers=SamplerOffers(), summary="given tokens, kept logits"),
-            Component("keeper", KeeperOptions, "tests.teacher_runtime:keeper",
+            Component("keeper", KeeperOptions, "tests.plugins.teacher_runtime:keeper",
                       offers=SamplerOffers(state_bytes=4.0), summary="kept logits")]
 
 
@@ -51,12 +51,12 @@ def register_samplers() -> list[Component]:
 def register_quantization_schemes() -> list[Component]:
     offers = QuantizationOffers(reads=frozenset({"none", "fp8"}), block_shape=(128, 128),
                                 dequantizes=frozenset({"cpu", "cuda"}))
-    return [Component("plain_torch", PlainTorchOptions, "tests.teacher_runtime:plain_torch", offers=offers,
+    return [Component("plain_torch", PlainTorchOptions, "tests.plugins.teacher_runtime:plain_torch", offers=offers,
                       summary="dequantised weights, products by torch")]
 
 
 @hookimpl
 def register_attention_backends() -> list[Component]:
     offers = AttentionOffers(kinds=frozenset({"mla"}), modes=dict(EVERY_MODE_EAGER), first_key=True)
-    return [Component("rounded_mla", RoundedMlaOptions, "tests.teacher_runtime:RoundedMla", offers=offers,
+    return [Component("rounded_mla", RoundedMlaOptions, "tests.plugins.teacher_runtime:RoundedMla", offers=offers,
                       summary="torch_mla whose cache holds rounded numbers")]

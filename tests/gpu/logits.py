@@ -7,10 +7,10 @@ once more by themselves. Of the embedded model whole chats are read, the end of 
 
 A block FP8 checkpoint asks for activations rounded to E4M3, a token and 128 channels at a time, before every product.
 Its ways are compared with a second reference, too, which rounds them so in float32 and is the model as its checkpoint
-defines it. Positions whose gates chose other experts than the reference's are told apart (``tests.gates``), and two
+defines it. Positions whose gates chose other experts than the reference's are told apart (``tests.support.gates``), and two
 ways follow a reference's choice of experts.
 
-``python -m tests.gpu_logits --model v2lite v3 --output docs/benchmarks/logits-h200.json``; a model is a shape that
+``python -m tests.gpu.logits --model v2lite v3 --output docs/benchmarks/logits-h200.json``; a model is a shape that
 ships, a folder, or "embedded" (which is not cut).
 """
 from __future__ import annotations
@@ -34,13 +34,13 @@ from torch import Tensor
 from glowplug import LLM, PlanRefused, SamplingParams
 from glowplug.core.plugin.registry import load_plugins
 from glowplug.entrypoints.checkpoints.cut_model import model_config, write_cut
-from tests.gates import Choices, Watch, flips
-from tests.teacher_runtime import SCRIPTS, SEEN, score_prompts
+from tests.plugins.teacher_runtime import SCRIPTS, SEEN, score_prompts
+from tests.support.gates import Choices, Watch, flips
 
 LENGTHS = (1, 2, 33, 63, 64, 65, 130, 333, 700)
 CHATS = 64
 STEPS = 8  #: decode steps behind each prompt
-TEACHER = ("tests.teacher",)
+TEACHER = ("tests.plugins.teacher",)
 BACKENDS = ("triton_mla", "flashinfer_mla", "fa3_mla", "flashmla", "hopper_mla")
 EAGER = {"use": "eager"}
 FOLLOWS = "auto, eager, experts of the "  #: reference named behind it
@@ -276,7 +276,7 @@ def main() -> int:
                 found[name][way] = line
                 print(shown(way, line), flush=True)
                 if options.output:
-                    said = conditions(options.device) | {"command": "python -m tests.gpu_logits "
+                    said = conditions(options.device) | {"command": "python -m tests.gpu.logits "
                                                          + " ".join(sys.argv[1:])}
                     options.output.write_text(json.dumps(said | {"models": found}, indent=1) + "\n")
     return int(any(bad(way, line) for lines in found.values() for way, line in lines.items()))

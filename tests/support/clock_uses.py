@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
-from tests.source_tree import dotted
+from tests.support.source_tree import dotted
 
 #: functions of the module ``time`` that say how late it is
 CLOCKS = frozenset({"time", "monotonic", "perf_counter", "process_time", "thread_time"})

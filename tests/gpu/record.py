@@ -1,4 +1,4 @@
-"""What a run of tests found, as a file that is right at any moment: ``pytest -p tests.gpu_record --record FILE``.
+"""What a run of tests found, as a file that is right at any moment: ``pytest -p tests.gpu.record --record FILE``.
 
 ``make gpu-test`` writes it. A run that is cut short says what it had done, what failed and what was not reached, and
 ``--left-by FILE`` runs no more than that.

@@ -20,7 +20,7 @@ class ShortMlaOptions(TorchMlaOptions):
 @hookimpl
 def register_attention_backends() -> list[Component]:
     return [Component(
-        name="short_mla", options=ShortMlaOptions, factory="tests.short_rows_runtime:ShortMla",
+        name="short_mla", options=ShortMlaOptions, factory="tests.plugins.short_rows_runtime:ShortMla",
         offers=AttentionOffers(kinds=frozenset({"mla"}), modes=dict(EVERY_MODE_EAGER), first_key=True, short_keys=KEYS,
                                short_rows=lambda heads: ROWS),
         summary="torch_mla, told how long rows may be")]

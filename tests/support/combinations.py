@@ -1,6 +1,6 @@
 """Every combination of ranks, exchanges, drafts and scheduling that fits four ranks, against one rank without any.
 
-``python -m tests.combinations --output docs/benchmarks/combinations.json`` runs the whole matrix.
+``python -m tests.support.combinations --output docs/benchmarks/combinations.json`` runs the whole matrix.
 """
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from glowplug.core.step.messages import Abort, Submit, packed_ids
 from glowplug.core.step.request import SamplingParams
 from glowplug.core.testing.harness.drive import Collected
 from glowplug.core.testing.harness.ranks import THREADS, RankSet, rank_plan
-from tests.tiny import write_config
+from tests.support.tiny import write_config
 
 VOCAB = 158  #: does not divide by four
 SEED = 1  #: of the weights: the reference's closest decision is far from a tie
@@ -150,7 +150,7 @@ def drive(ranks: RankSet) -> dict[int, Collected]:
 
 @cache
 def plugins() -> PluginSet:
-    return load_plugins([THREADS, "tests.agreeing"], entry_points=False)
+    return load_plugins([THREADS, "tests.plugins.agreeing"], entry_points=False)
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--only", default="", help="cells whose names match this")
     options = parser.parse_args()
-    found = {"command": "python -m " + " ".join(["tests.combinations", *sys.argv[1:]]),
+    found = {"command": "python -m " + " ".join(["tests.support.combinations", *sys.argv[1:]]),
              "date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "torch": torch.__version__,
              "cpu": platform.processor() or platform.machine(), "processes": options.jobs}
     for part, cells in (("matrix", matrix()), ("exchanges", exchanges())):

@@ -1,7 +1,7 @@
 """The tests of all Triton kernels under NVIDIA's compute-sanitizer: reads and writes out of bounds, and of what nobody
 wrote.
 
-``make gpu-sanitize``, or ``python -m tests.gpu_sanitize --output docs/benchmarks/sanitizer-h200.json``. Of each test a
+``make gpu-sanitize``, or ``python -m tests.gpu.sanitize --output docs/benchmarks/sanitizer-h200.json``. Of each test a
 few of its parameters run; files run side by side, each in a process under the sanitizer, with an allocation for every
 tensor, so that a tensor's end is an end for the sanitizer, too. CUDA refuses such allocations while a graph is captured
 (errors 900 and 901), so tests that capture run by themselves, with torch's allocator. Where reads of what nobody wrote
@@ -35,7 +35,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 KERNELS = "glowplug.kernels."
 TESTS = [path for pattern in ("test_triton_*.py", "test_gpu_*.py")
          for path in sorted((ROOT / "tests" / "kernels").glob(pattern)) if "compiles" not in path.name]
@@ -220,7 +220,7 @@ def sanitized(file: Path, tool: str, captured: bool, seconds: float) -> Outcome:
     """One file under one tool, stopped a while after its time: what has begun may take longer than all before."""
     most = 3 * seconds + 60
     command = [sanitizer(), "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", str(PRINTED),
-               "--report-api-errors", "no", sys.executable, "-m", "tests.gpu_sanitize", "--inside", str(file),
+               "--report-api-errors", "no", sys.executable, "-m", "tests.gpu.sanitize", "--inside", str(file),
                "--seconds", str(seconds), "--tools", tool, *["--captured"] * captured]
     started = time.monotonic()
     own = {**os.environ, "CUDA_MODULE_LOADING": "LAZY"} | ({} if captured else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
@@ -320,7 +320,7 @@ def main() -> int:
     from glowplug.entrypoints.bench.others.report import write_json
 
     started, asked = time.monotonic(), jobs(options.tools, options.only)
-    said = conditions("cuda") | {"command": "python -m tests.gpu_sanitize " + " ".join(sys.argv[1:])}
+    said = conditions("cuda") | {"command": "python -m tests.gpu.sanitize " + " ".join(sys.argv[1:])}
     outcomes: list[Outcome] = []
 
     def work(job: Job) -> Outcome:

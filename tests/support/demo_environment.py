@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.source_tree import ROOT
+from tests.support.source_tree import ROOT
 
 
 def dependencies() -> dict[str, Distribution]:

@@ -22,5 +22,5 @@ class AgreeingOptions(RandomOptions):
 
 @hookimpl
 def register_weight_sources() -> list[Component]:
-    return [Component("agreeing", AgreeingOptions, "tests.agreeing_runtime:AgreeingSource",
+    return [Component("agreeing", AgreeingOptions, "tests.plugins.agreeing_runtime:AgreeingSource",
                       offers=WeightOffers(formats=frozenset({"synthetic"})), summary="random, and drafts hit")]

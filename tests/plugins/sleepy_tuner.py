@@ -15,7 +15,7 @@ SECONDS = 0.05  #: a measurement
 
 @hookimpl
 def tuners() -> list[Tuner]:
-    return [Tuner("sleepy", "tests.sleepy_tuner:SleepyTuner", "sleeps")]
+    return [Tuner("sleepy", "tests.plugins.sleepy_tuner:SleepyTuner", "sleeps")]
 
 
 class SleepyTuner:

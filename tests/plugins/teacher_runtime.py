@@ -17,7 +17,7 @@ from glowplug.plugins.attention.mla.torch_runtime import TorchMla
 from glowplug.plugins.quantization.block_fp8.cpu import BlockFp8
 from glowplug.plugins.quantization.none_runtime import NoQuantization
 from glowplug.plugins.sampling.torch_sampler_runtime import TorchSampler
-from tests.teacher import KeeperOptions, PlainTorchOptions, RoundedMlaOptions, TeacherOptions
+from tests.plugins.teacher import KeeperOptions, PlainTorchOptions, RoundedMlaOptions, TeacherOptions
 
 #: logits by (number of the sequence, position of the token they foretell), on the device, in the order of computation
 SEEN: dict[tuple[int, int], Tensor] = {}

@@ -4,7 +4,7 @@ In 16 and 8 bits greedy tokens may fall either way at a near tie, so a combinati
 (float32, torch, eager, no speculation) on the very same context: a right engine's tokens are the reference's best or as
 good as, and its log-probabilities are the reference's within what the number format costs.
 
-``python -m tests.gpu_combinations --output docs/benchmarks/gpu-combinations.json --jobs 6`` runs all of them.
+``python -m tests.gpu.combinations --output docs/benchmarks/gpu-combinations.json --jobs 6`` runs all of them.
 """
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ import numpy as np
 
 from glowplug import LLM, SamplingParams
 from glowplug.core.plugin.registry import load_plugins
-from tests.gpu_cells import AGREEING, DENSE, KINDS, KV_TOKENS, VOCAB, Cell, admitted, matrix, pairwise, write_models
-from tests.gpu_record import left_by
+from tests.gpu.cells import AGREEING, DENSE, KINDS, KV_TOKENS, VOCAB, Cell, admitted, matrix, pairwise, write_models
+from tests.gpu.record import left_by
 
 PAGE, TOKENS = 64, 24
 
@@ -194,7 +194,7 @@ def main() -> int:
     from glowplug.entrypoints.bench.others.report import write_json
 
     said = conditions(options.device) | {
-        "command": "python -m tests.gpu_combinations " + " ".join(sys.argv[1:]), "cells": len(cells),
+        "command": "python -m tests.gpu.combinations " + " ".join(sys.argv[1:]), "cells": len(cells),
         "admitted": len(fitting), "refused": reasons}
     done: list[Done] = []
     found = said | record(done, chosen, started)

@@ -16,10 +16,10 @@ from typing import Any
 from glowplug import PlanRefused
 from glowplug.core.plan.resolve import plan as make_plan
 from glowplug.core.plugin.registry import PluginSet
-from tests.tiny import CONFIGS
+from tests.support.tiny import CONFIGS
 
 VOCAB, CONTEXT, ROWS, KV_TOKENS, SEED = 509, 256, 6, 2048, 5
-AGREEING = ("tests.agreeing",)
+AGREEING = ("tests.plugins.agreeing",)
 WEIGHTS = {"use": "agreeing", "seed": SEED, "spread": 1.2}
 _MLA = {"hidden_size": 256, "num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512,
         "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "intermediate_size": 512,

@@ -13,7 +13,7 @@ from torch import Tensor
 from glowplug.core.facts.model_facts import ModelFacts
 from glowplug.core.facts.model_folder import model_facts, normalise
 from glowplug.core.testing.harness.build import build_context, make, plan_for
-from tests.tiny import CONFIGS
+from tests.support.tiny import CONFIGS
 
 LEFT_ALONE = ("embed_tokens", "lm_head", "mlp.gate.", "norm", "eh_proj")
 INT8 = {"quant_method": "w8a8_int8"}

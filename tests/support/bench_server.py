@@ -7,7 +7,7 @@ import json
 import threading
 
 from glowplug.entrypoints.bench.load.http_stream import Target
-from tests.waiting import LIMIT
+from tests.support.waiting import LIMIT
 
 FIRST, GAP = 0.05, 0.01  #: seconds that the server takes before the first token and after each
 

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 
-from tests.source_tree import ROOT
+from tests.support.source_tree import ROOT
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:

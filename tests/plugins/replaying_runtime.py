@@ -17,7 +17,7 @@ from glowplug.core.step.graph_pieces import ExtendWork
 from glowplug.plugins.graphs.capture.draft_extend_graph import Extends
 from glowplug.plugins.graphs.capture.recorder import map_tensors
 from glowplug.plugins.graphs.cuda_graph_runtime import CudaGraph
-from tests.replaying import ReplayingOptions
+from tests.plugins.replaying import ReplayingOptions
 
 NEWEST: list[Replaying] = []  #: of this process; what a test looks into
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Worker
 from glowplug.plugins.weights.random_runtime import RandomSource
-from tests.agreeing import AgreeingOptions
+from tests.plugins.agreeing import AgreeingOptions
 
 
 class AgreeingSource(RandomSource):

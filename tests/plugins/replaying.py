@@ -18,5 +18,5 @@ class ReplayingOptions(CudaGraphOptions):
 
 @hookimpl
 def register_graph_runners() -> list[Component]:
-    return [Component(name="replaying", options=ReplayingOptions, factory="tests.replaying_runtime:Replaying",
+    return [Component(name="replaying", options=ReplayingOptions, factory="tests.plugins.replaying_runtime:Replaying",
                       offers=GraphOffers(), summary="graphs of functions")]
