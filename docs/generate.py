@@ -90,7 +90,8 @@ def protocol_entry(slot: Slot) -> str:
 def hooks_page() -> str:
     parts = [NOTICE, "# Hooks and protocols\n",
              "A plugin is a Python module (or any object) whose functions carry `@hookimpl` from "
-             "`glowplug.core.plugin.hookspecs`. Hooks run while the engine is configured, planned, started and stopped, and "
+             "`glowplug.core.plugin.hookspecs`. Hooks run while the engine is configured, planned, started and "
+             "stopped, and "
              "never while a token is served. A hook may be implemented with a subset of its arguments.\n",
              "Registration hooks return a list of `Component`; they must not import torch.\n"]
     for phase, hooks in phases():

@@ -183,4 +183,7 @@ def extend_cli(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 @hookspec
 def tuners() -> list[Tuner]:  # type: ignore[empty-body]
-    """Tuners that ``glowplug tune NAME`` runs (``core/startup/layer_shapes.py``): measure kernels for a model and keep tables."""
+    """Tuners that ``glowplug tune NAME`` runs: measure kernels for a model and keep tables.
+
+    See ``core/startup/layer_shapes.py``.
+    """

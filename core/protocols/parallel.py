@@ -20,7 +20,8 @@ class Shard:
     """A rank's part of a dimension: elements ``start`` to ``start + size`` of ``full``.
 
     ``reduce``: the layer's output is a partial sum that must be all-reduced. ``gather``: it is a slice to be gathered.
-    ``axis``: the mesh axis to do either over (``core/facts/mesh.py`` names them). ``parts``: ranks that share the dimension;
+    ``axis``: the mesh axis to do either over (``core/facts/mesh.py`` names them). ``parts``: ranks that share the
+    dimension;
     a part that is to be gathered is filled up to ceil(full / parts) first.
     """
 

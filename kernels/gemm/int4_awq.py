@@ -1,4 +1,5 @@
-"""Products with int4 weights in the layout of ``kernels/formats/awq.py``: y = x W^T, x in 16 bits (float32 when interpreted).
+"""Products with int4 weights in the layout of ``kernels/formats/awq.py``: y = x W^T, x in 16 bits (float32 when
+interpreted).
 
 Numbers are unpacked in registers, two an instruction: a shift, and one operation that masks four bits of each half and
 puts them into the mantissa of OFFSET, from which OFFSET + z is taken away. What is left is a small integer, exact in

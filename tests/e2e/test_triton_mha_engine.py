@@ -22,7 +22,8 @@ def tokens(folder: Path, attention: str, graphs: dict[str, Any]) -> list[list[in
     rng = np.random.default_rng(3)
     prompts = [rng.integers(2, VOCAB, length).tolist() for length in (3, 19, 33)]
     params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (6, 3, 4)]
-    with LLM(model=str(folder), plugins=["tests.plugins.replaying", "tests.plugins.interpreted_mha"], weights={"use": "random"},
+    with LLM(model=str(folder), plugins=["tests.plugins.replaying", "tests.plugins.interpreted_mha"],
+             weights={"use": "random"},
              skip_tokenizer=True, dtype="float32", device="cpu", context_length=48, memory={"kv_tokens": 512},
              scheduler={"max_running_requests": 3, "chunk_size": 11}, attention={"use": attention, "page_size": 16},
              graphs=graphs) as llm:

@@ -1,6 +1,7 @@
 """Speed and error of MLA's absorbed products (W_UK's and W_UV's) by weights in bfloat16 and in FP8.
 
-``python -m tests.gpu.fp8_bmm --output docs/benchmarks/fp8-bmm-h200.json``, on one GPU. Ways: cuBLAS's batched product and
+``python -m tests.gpu.fp8_bmm --output docs/benchmarks/fp8-bmm-h200.json``, on one GPU. Ways: cuBLAS's batched product
+and
 this project's kernel in bfloat16; this project's kernel over E4M3 blocks; and where sgl_kernel is installed its
 ``bmm_fp8``, which takes E4M3 activations too, one scale a tensor (casts of activations are not counted). Times are
 those of a graph that goes through as many layers' weights as do not fit the second-level cache. Errors are relative to

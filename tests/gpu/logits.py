@@ -7,7 +7,8 @@ once more by themselves. Of the embedded model whole chats are read, the end of 
 
 A block FP8 checkpoint asks for activations rounded to E4M3, a token and 128 channels at a time, before every product.
 Its ways are compared with a second reference, too, which rounds them so in float32 and is the model as its checkpoint
-defines it. Positions whose gates chose other experts than the reference's are told apart (``tests.support.gates``), and two
+defines it. Positions whose gates chose other experts than the reference's are told apart (``tests.support.gates``), and
+two
 ways follow a reference's choice of experts.
 
 ``python -m tests.gpu.logits --model v2lite v3 --output docs/benchmarks/logits-h200.json``; a model is a shape that

@@ -162,7 +162,8 @@ def test_cards_and_libraries_count_for_the_api_alone(planned: Planner) -> None:
 def test_every_process_finds_the_same(planned: Planner, v3: Path) -> None:
     plan = planned({"server": {"cors_origins": ["http://a", "http://b"]}})
     code = ("import sys\nfrom glowplug.core.plan.fingerprint import answers_fingerprint\n"
-            "from glowplug.core.facts.machine import read_sheet\nfrom glowplug.core.plugin.registry import load_plugins\n"
+            "from glowplug.core.facts.machine import read_sheet\n"
+            "from glowplug.core.plugin.registry import load_plugins\n"
             "from glowplug.core.plan.resolve import plan\n"
             f"found = plan({{'server': {{'cors_origins': ['http://a', 'http://b']}}, 'model': {str(v3)!r},\n"
             "    'weights': {'use': 'random'}}, plugins=load_plugins(entry_points=False), hardware=read_sheet('cpu'))\n"

@@ -1,6 +1,7 @@
 """What NextN gains at batch 1 on the CPU: accept length and speed on held-out chat, beside no speculation.
 
-``python -m tests.support.draft_gains --output docs/benchmarks/nextn-cpu.json``. The engines take turns on each question, one
+``python -m tests.support.draft_gains --output docs/benchmarks/nextn-cpu.json``. The engines take turns on each
+question, one
 question at a time, nothing in the prefix cache; each question counts with its fastest round. Decoding is what an answer
 takes beyond its first token.
 """
@@ -78,7 +79,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     rows = measure(args.questions, args.rounds, args.max_tokens)
-    about = {"command": "python -m tests.support.draft_gains " + " ".join(sys.argv[1:]), "model": "embedded, float32, batch 1",
+    about = {"command": "python -m tests.support.draft_gains " + " ".join(sys.argv[1:]),
+             "model": "embedded, float32, batch 1",
              "date": datetime.date.today().isoformat(), "threads": args.threads,
              "versions": {"python": platform.python_version(), "torch": torch.__version__}}
     args.output.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")

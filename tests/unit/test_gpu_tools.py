@@ -40,7 +40,8 @@ def test_what_the_sanitizer_said_is_read() -> None:
     found = gpu_sanitize.read("test_x.py", "memcheck", LOG, 4.0)
     assert (found.errors, found.passed, found.failed) == (3, 2, 1) and not found.clean
     assert gpu_sanitize.complaints(LOG) == ["Invalid __global__ read of size 4 bytes", "at _norm+0x120"]
-    assert found.kernels == ("elementwise.norm._norm", "elementwise.rope._rope") and found.left_out == ("test_a[1]", "test_b")
+    assert found.kernels == ("elementwise.norm._norm", "elementwise.rope._rope")
+    assert found.left_out == ("test_a[1]", "test_b")
     right = LOG.partition("========= ERROR")[0].replace("1 failed", "") + "========= ERROR SUMMARY: 0 errors\n"
     clean = gpu_sanitize.read("test_y.py", "memcheck", right, 1.0)
     assert clean.clean and not gpu_sanitize.read("test_z.py", "initcheck", "killed", 1.0).clean

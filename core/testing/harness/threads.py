@@ -1,4 +1,4 @@
-"""The plugin of collectives among threads: ``collectives.use = "threads"`` where ``glowplug.core.testing.harness.ranks`` runs.
+"""The plugin of collectives among threads: ``collectives.use = "threads"`` in ``glowplug.core.testing.harness.ranks``.
 
 Exact and deterministic: sums are taken in rank order, so every rank gets the same bits. No torch here.
 """

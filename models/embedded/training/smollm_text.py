@@ -1,6 +1,7 @@
 """Short questions and answers written by SmolLM2-135M-Instruct (Apache-2.0) through glowplug's own Llama path.
 
-    python -m glowplug.models.embedded.training.smollm_text --model SmolLM2-135M-Instruct.Q4_1.gguf --wordnet DIR --out FILE
+    python -m glowplug.models.embedded.training.smollm_text --model SmolLM2-135M-Instruct.Q4_1.gguf \\
+        --wordnet DIR --out FILE
 
 needs the glowplug-gguf package of tests/thirdparty. This script composes the engine as a user does, so it imports the
 offline entry point (inside `main`): the one exception to this package's import rule, with evaluate.py.

@@ -25,7 +25,8 @@ class PagedMha:
     A step's keys are stored before anything attends, so that kernels read the cache alone, as it keeps them.
 
     Attributes:
-        follows: the kernels of every step wait for those before them (``kernels/launch/dependent_launch.py``), so that the
+        follows: the kernels of every step wait for those before them (``kernels/launch/dependent_launch.py``), so that
+        the
             first may start before the keys are stored.
     """
 

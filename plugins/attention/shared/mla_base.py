@@ -44,7 +44,8 @@ class PagedMla:
     expand latents to per-head keys and values.
 
     Attributes:
-        follows: kernels of ``decode`` wait for those before them (``kernels/launch/dependent_launch.py``), so that the first
+        follows: kernels of ``decode`` wait for those before them (``kernels/launch/dependent_launch.py``), so that the
+        first
             may start before the prologue ends, and what comes behind them before they end. NOTE: FlashMLA's are
             launched so that they may start early, too, and then read queries before they wait.
     """

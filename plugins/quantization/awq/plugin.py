@@ -1,6 +1,7 @@
 """AWQ: int4 weights with a scale and a zero for each group of inputs (Lin et al., 2023), activations in 16 bits.
 
-Checkpoints as AutoAWQ writes them (version "gemm"): ``qweight``, ``qzeros`` and ``scales``, see ``kernels/formats/awq.py``.
+Checkpoints as AutoAWQ writes them (version "gemm"): ``qweight``, ``qzeros`` and ``scales``, see
+``kernels/formats/awq.py``.
 """
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ Calls = Mapping[str, Sequence[Callable[[], object]]]  #: of each provider, over 
 
 
 class NarrowTuner:
-    """``core/startup/layer_shapes.py``'s ``TableTuner`` of one scheme's linear layers, our own kernels' tiles being their rules'."""
+    """``TableTuner`` of one scheme's linear layers; our own kernels' tiles follow their rules."""
 
     scheme = ""
     kind = ""
