@@ -66,7 +66,8 @@ def check_deepseek(context: CheckContext) -> Iterable[Refusal]:
     method = topk_method(facts)
     if method not in TOPK_METHODS:
         yield _refuse(f"topk_method is {method!r}; known are {', '.join(sorted(TOPK_METHODS))}")
-    groups, best = config.get("n_group") or 1, config.get("topk_group") or 1
+    groups = config.get("n_group") or 1
+    best = config.get("topk_group") or 1
     if experts % groups:
         yield _refuse(f"{experts} experts do not form {groups} equal groups (n_routed_experts, n_group)")
     elif (config.get("num_experts_per_tok") or 0) > experts // groups * min(best, groups):

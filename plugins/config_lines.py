@@ -25,7 +25,8 @@ def toml_lines(text: str) -> dict[str, int]:
     depth = 0  # of brackets open at the start of the line
     for number, line in enumerate(text.split("\n"), 1):
         if not open_until and not depth:
-            table, key = _TOML_TABLE.match(line), _TOML_KEY.match(line)
+            table = _TOML_TABLE.match(line)
+            key = _TOML_KEY.match(line)
             if table and not key:
                 prefix = _table(table, counts)
                 lines.setdefault(".".join(prefix), number)
@@ -61,11 +62,13 @@ def _scan(line: str, open_until: str, depth: int) -> tuple[str, int]:
             end = line.find(open_until, at)
             if end < 0:
                 return (open_until, depth) if len(open_until) == 3 else ("", depth)
-            at, open_until = end + len(open_until), ""
+            at = end + len(open_until)
+            open_until = ""
             continue
         char = line[at]
         if line.startswith(('"""', "'''"), at):
-            open_until, at = line[at:at + 3], at + 3
+            open_until = line[at:at + 3]
+            at = at + 3
         elif char in "\"'":
             at = _end_of_string(line, at)
         elif char == "#":
@@ -89,7 +92,9 @@ def json_lines(text: str) -> tuple[dict[str, int], list[tuple[str, int]]]:
     lines: dict[str, int] = {}
     twice: list[tuple[str, int]] = []
     stack: list[Any] = []  # [path, next item's number or None for an object, keys seen]
-    line, pending, key = 1, "", ""
+    line = 1
+    pending = ""
+    key = ""
     for match in _JSON_TOKEN.finditer(text):
         token = match[0]
         if token == "\n":

@@ -143,7 +143,9 @@ def _section(data: Mapping[str, Any], path: Iterable[str | int]) -> Mapping[str,
 
 
 def _option_hint(path: tuple[str | int, ...], slot: Slot, holder: Mapping[str, Any], plugins: PluginSet) -> str:
-    key, at, use = str(path[-1]), dotted(path[:-1]), str(holder.get("use", slot.default))
+    key = str(path[-1])
+    at = dotted(path[:-1])
+    use = str(holder.get("use", slot.default))
     owners = {found.component.name: list(found.component.options.model_fields)
               for found in plugins.components(slot.name)}
     having = [name for name, fields in owners.items() if key in fields and name != use]
@@ -189,7 +191,8 @@ def _wrong_value(path: tuple[str | int, ...], problem: ErrorDetails, slot: Slot 
     message = problem["msg"].removeprefix("Value error, ")
     expected = _expected(problem)
     if expected:
-        shown, message = _in_files(shown), f"Input should be {expected}"
+        shown = _in_files(shown)
+        message = f"Input should be {expected}"
     message = message[:1].lower() + message[1:]
     options = [part.strip() for part in expected.replace(" or ", ", ").split(",")]
     names = {option.strip("'"): option for option in options}

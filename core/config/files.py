@@ -54,7 +54,8 @@ def read_config(path: Path, plugins: PluginSet) -> Layer:
     except ConfigError as error:
         if error.parsed is None:
             raise
-        found, refusals = error.parsed, list(error.refusals)
+        found = error.parsed
+        refusals = list(error.refusals)
     if found is None:
         raise _unusable(name, f"no plugin reads {path.suffix or name!r} files", "a .toml, .yaml or .json file")
     data, lines = found

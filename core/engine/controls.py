@@ -21,7 +21,9 @@ class RankControls:
     """
 
     def __init__(self, handlers: Mapping[str, ControlHandler], collectives: Collectives, ranks: int) -> None:
-        self._handlers, self._collectives, self._ranks = dict(handlers), collectives, ranks
+        self._handlers = dict(handlers)
+        self._collectives = collectives
+        self._ranks = ranks
         self._decoder = msgspec.msgpack.Decoder(Reply)
 
     def add(self, action: str, handler: ControlHandler) -> None:

@@ -73,10 +73,15 @@ class Engine:
                  overlap: bool, clock: RankClock, stalls: StallWatch, ranks: int = 1, leads: bool = True,
                  observers: Seq[StepObserver] = (), controls: Mapping[str, ControlHandler] | None = None,
                  closing: Seq[Callable[[], None]] = ()) -> None:
-        self.scheduler, self.runner = scheduler, runner
-        self.parallel, self.collectives = parallel, collectives
-        self.overlap, self.clock, self.leads = overlap, clock, leads
-        self.observers, self._closing = tuple(observers), list(closing)
+        self.scheduler = scheduler
+        self.runner = runner
+        self.parallel = parallel
+        self.collectives = collectives
+        self.overlap = overlap
+        self.clock = clock
+        self.leads = leads
+        self.observers = tuple(observers)
+        self._closing = list(closing)
         self.controls = RankControls({"flush": self._flush, **(controls or {})}, collectives, ranks)
         self._router = parallel.router()
         self.answers = leads if self._router is None else self._router.leads
@@ -129,7 +134,8 @@ class Engine:
 
     def close(self) -> None:
         """The rank ends: plugins hear of it, graphs and collectives go. Idempotent; one failure stops no other."""
-        closing, self._closing = self._closing, []
+        closing = self._closing
+        self._closing = []
         for end in closing:
             try:
                 end()
@@ -194,7 +200,8 @@ class Engine:
             self._time_launch(batch)
             launched = self.runner.launch(batch)
         if self.overlap:
-            due, self._inflight = self._inflight, launched
+            due = self._inflight
+            self._inflight = launched
         else:
             due = launched
         if due is not None:
@@ -228,7 +235,8 @@ class Engine:
         known = {end.id for end in ends}
         ends += [Finished(id, "error") for id in stall.ids if id not in known]
         for end in ends:
-            end.error, end.error_code = f"the engine gave the request up: {stall.reason}", CODE
+            end.error = f"the engine gave the request up: {stall.reason}"
+            end.error_code = CODE
         self._stalls.ended(ends)
         outputs.append(StepOutput(finished=ends))
         if self.answers:
@@ -295,7 +303,8 @@ class Engine:
 
     def _stats(self) -> Stats:
         stats = self.scheduler.load()
-        stats.step_seconds, stats.bubble_seconds = self._timer.step_seconds, self._timer.bubble_seconds
+        stats.step_seconds = self._timer.step_seconds
+        stats.bubble_seconds = self._timer.bubble_seconds
         stats.busy_seconds = self._busy_timer.step_seconds
         stats.group = 0 if self._router is None else self._router.group
         return stats

@@ -39,7 +39,8 @@ class StepTimer:
         self.bubble_seconds = 0.0
 
     def launch(self) -> None:
-        now, gap = self._clock(), None
+        now = self._clock()
+        gap = None
         if self._since is None:
             self._since = now
         elif not self._gaps:
@@ -72,7 +73,8 @@ class PrefillTimer:
     """
 
     def __init__(self, table: SequenceTable, clock: Callable[[], float] = time.monotonic) -> None:
-        self._table, self._clock = table, clock
+        self._table = table
+        self._clock = clock
 
     def launch(self, batch: Batch) -> None:
         """Note the start of the sequences that have entered a row for the first time."""
@@ -87,7 +89,8 @@ class PrefillTimer:
         first = batch.num_decodes
         if first == batch.num_rows:
             return []
-        now, found = self._clock(), []
+        now = self._clock()
+        found = []
         for i in (np.flatnonzero(batch.samples[first:] & (result.counts[first:] > 0)) + first).tolist():
             row = int(batch.rows[i])
             sequence = self._table.sequences[row]

@@ -51,8 +51,11 @@ class Profiler:
         self.rank = rank
         self._cuda = device.startswith("cuda")
         self._active: Any = None
-        self._label, self._steps_left, self._written = "", 0, ""
-        self._named, self._hidden = tuple(named), list[tuple[object, str]]()
+        self._label = ""
+        self._steps_left = 0
+        self._written = ""
+        self._named = tuple(named)
+        self._hidden = list[tuple[object, str]]()
 
     def start(self, args: dict[str, Any]) -> dict[str, Any]:
         """Begin a trace, of ``num_steps`` steps or until ``stop``. RequestError when one runs already or the label is
@@ -66,7 +69,9 @@ class Profiler:
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if self._cuda:
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
-        self._label, self._steps_left, self._written = label, int(args.get("num_steps") or 0), ""
+        self._label = label
+        self._steps_left = int(args.get("num_steps") or 0)
+        self._written = ""
         self._active = torch.profiler.profile(activities=kinds)
         self._name_phases()
         self._active.start()
@@ -78,11 +83,13 @@ class Profiler:
             raise RequestError("no profile is running")
         if self._active is not None:
             self._finish()
-        written, self._written = self._written, ""
+        written = self._written
+        self._written = ""
         return {"file": written}
 
     def _finish(self) -> None:
-        active, self._active = self._active, None
+        active = self._active
+        self._active = None
         active.stop()
         for owner, method in self._hidden:
             delattr(owner, method)

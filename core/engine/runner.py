@@ -51,7 +51,9 @@ class InFlight:
         found = [part.numpy() for part in tensors_of(self.accepted)] if self.copy is None else self.copy.wait()
         if len(found) == 1:
             found = unpack(found[0], *self.accepted.tokens.shape)
-        rows, scores = self.batch.num_rows, found[3:]  # rows behind those of the batch only filled a captured step up
+        # rows behind those of the batch only filled a captured step up
+        rows = self.batch.num_rows
+        scores = found[3:]
         if scores:
             scores = [part[: rows * self.accepted.tokens.shape[1]] for part in scores]
         logprobs = (scores[0], scores[1], scores[2]) if scores else None
@@ -76,7 +78,8 @@ def pack(accepted: Accepted) -> torch.Tensor:
 
 def unpack(packed: NDArray[Any], rows: int, width: int) -> list[NDArray[Any]]:
     """Tokens int64 [rows, width], counts int32 [rows] and bad bool [rows] of ``Accepted.packed``."""
-    tokens, counts = 8 * rows * width, 4 * rows
+    tokens = 8 * rows * width
+    counts = 4 * rows
     return [packed[:tokens].view(np.int64).reshape(rows, width), packed[tokens : tokens + counts].view(np.int32),
             packed[tokens + counts :].view(np.bool_)]
 
@@ -88,8 +91,13 @@ class Runner:
                  sampler: Sampler, graphs: GraphRunner, table: SequenceTable, device: str,
                  cuts: Cuts | None = None, extension: Extension | None = None,
                  sampled_last_layer: bool = False) -> None:
-        self.model, self.attention, self.speculative = model, attention, speculative
-        self.sampler, self.graphs, self.table, self.cuts = sampler, graphs, table, cuts or Cuts()
+        self.model = model
+        self.attention = attention
+        self.speculative = speculative
+        self.sampler = sampler
+        self.graphs = graphs
+        self.table = table
+        self.cuts = cuts or Cuts()
         self.extension = extension or Extension()
         self.device = torch.device(device)
         self._copier = None if self.device.type == "cpu" else HostCopier()
@@ -97,7 +105,8 @@ class Runner:
         if sampled_last_layer:
             assert isinstance(model, SampledLastLayer), "the plan asked the model's offers"
             self._parted = model
-        self._speculates, self._on_host = speculative.width() > 1, self.device.type == "cpu"
+        self._speculates = speculative.width() > 1
+        self._on_host = self.device.type == "cpu"
 
     def launch(self, batch: Batch) -> InFlight:
         """Enqueue ``batch``. The batch is read-only afterwards, and complete if it ran as it came."""
@@ -186,7 +195,9 @@ class Runner:
     def _complete(self, batch: Batch) -> None:
         """Fill the device fields from one packed host buffer. ``input_ids`` are the prompts' until drafts precede them.
         """
-        rows, queries, page_size = batch.num_rows, batch.query_lens, self.table.page_size
+        rows = batch.num_rows
+        queries = batch.query_lens
+        page_size = self.table.page_size
         kv_lens = self._exact_lengths(batch) if self._on_host and batch.num_decodes else batch.kv_lens
         starts = np.zeros(rows + 1, np.int32)
         np.cumsum(queries, out=starts[1:])
@@ -210,7 +221,8 @@ class Runner:
             parts += ends.parts()
         views = send(parts, self.device)
         batch.positions, batch.slots, batch.row_ids, batch.kv_lens_device, batch.query_starts = views[:5]
-        batch.input_ids, batch.page_table = views[5], views[6].view(batch.pages.shape)
+        batch.input_ids = views[5]
+        batch.page_table = views[6].view(batch.pages.shape)
         batch.logits_index = views[7] if wanted is not None else None
         batch.ends = None if ends is None else ends.on_device(batch.step, views[8:])
 
@@ -226,7 +238,8 @@ class Runner:
 
     def _place(self, batch: Batch) -> None:
         """Move the decoding rows' tokens from the host's upper bounds to where the device says they are."""
-        rows, tokens = batch.num_decodes, batch.decode_tokens
+        rows = batch.num_decodes
+        tokens = batch.decode_tokens
         lengths = self.speculative.lengths(batch)
         assert lengths is not None, "only a step of width one has no lengths of its own"
         width = tokens // rows

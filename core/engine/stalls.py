@@ -43,7 +43,9 @@ class StallWatch:
     """
 
     def __init__(self, plan: EnginePlan, policy: SchedulingPolicy, table: SequenceTable) -> None:
-        self._plan, self._policy, self._table = plan, policy, table
+        self._plan = plan
+        self._policy = policy
+        self._table = table
         self.live: dict[int, Sequence] = {}
         self._turns = 0  # without a step although there was work
         self._since = 0.0  # seconds, the first of them
@@ -109,7 +111,8 @@ class StallWatch:
         self._barren = {row: held for row, held in self._barren.items() if held[0] == self._table.epoch[row]}
         found = []
         for i in np.flatnonzero(batch.samples & current).tolist():
-            row, epoch = int(batch.rows[i]), int(batch.epochs[i])
+            row = int(batch.rows[i])
+            epoch = int(batch.epochs[i])
             if result.counts[i] > 0 or result.bad[i]:
                 self._barren.pop(row, None)
                 continue

@@ -96,7 +96,9 @@ def _visible(rows: list[list[str]], visible: str | None) -> list[list[str]]:
 
 
 def _device(row: list[str]) -> DeviceFacts:
-    name, memory, compute = row[2], row[3], row[4]
+    name = row[2]
+    memory = row[3]
+    compute = row[4]
     bandwidth = next((value for part, value in BANDWIDTH.items() if part in name), 0.0)
     digits = compute.replace(".", "")
     return DeviceFacts(name=name, memory=int(float(memory)) << 20 if memory[:1].isdigit() else 0,
@@ -174,5 +176,6 @@ def own_sheet(packages: Iterable[str]) -> HardwareFacts:
 
 
 def _unknown_keys(sheet: dict[str, Any]) -> list[str]:
-    known, card = FORMER_KEYS | {f.name for f in fields(HardwareFacts)}, {f.name for f in fields(DeviceFacts)}
+    known = FORMER_KEYS | {f.name for f in fields(HardwareFacts)}
+    card = {f.name for f in fields(DeviceFacts)}
     return sorted({*(set(sheet) - known), *(key for device in sheet.get("devices", ()) for key in set(device) - card)})

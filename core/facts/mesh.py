@@ -17,7 +17,8 @@ OVER_TP = ("dp", "ep")
 def axis_size(axis: str, mesh: Mapping[str, int]) -> int:
     """Ranks along ``axis``; 1 for an axis the mesh does not have. ValueError when it does not divide the tp ranks."""
     if axis in WITHIN:
-        tp, blocks = mesh.get("tp", 1), mesh.get(WITHIN[axis], 1)
+        tp = mesh.get("tp", 1)
+        blocks = mesh.get(WITHIN[axis], 1)
         if tp % blocks:
             raise ValueError(f"axis {WITHIN[axis]} of {blocks} does not divide the {tp} tp ranks")
         return tp // blocks
@@ -33,7 +34,8 @@ def coordinates(rank: int, mesh: Mapping[str, int]) -> dict[str, int]:
     """Axis -> index of ``rank``, "attn_tp" and "moe_tp" included; {} for one rank without a mesh."""
     if not mesh:
         return {}
-    within, found = rank % mesh.get("tp", 1), {"tp": rank % mesh.get("tp", 1), "pp": rank // mesh.get("tp", 1)}
+    within = rank % mesh.get("tp", 1)
+    found = {"tp": rank % mesh.get("tp", 1), "pp": rank // mesh.get("tp", 1)}
     for inner, outer in WITHIN.items():
         size = axis_size(inner, mesh)
         found[outer], found[inner] = within // size, within % size
@@ -42,7 +44,8 @@ def coordinates(rank: int, mesh: Mapping[str, int]) -> dict[str, int]:
 
 def group(axis: str, rank: int, mesh: Mapping[str, int]) -> tuple[int, ...]:
     """Ranks that a collective of ``rank`` over ``axis`` connects, in the axis's order."""
-    tp, own = mesh.get("tp", 1), coordinates(rank, mesh)
+    tp = mesh.get("tp", 1)
+    own = coordinates(rank, mesh)
     if axis_size(axis, mesh) == 1 or axis not in own:
         return (rank,)
     if axis == "pp":

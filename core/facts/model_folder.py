@@ -22,7 +22,9 @@ from glowplug.core.facts.weight_classes import next_token_layer
 
 EMBEDDED = "embedded"  #: the name of the shipped model
 MAX_JSON = 64 << 20  #: bytes; a config.json or tokenizer_config.json beyond it is refused
-SAMPLES, FEWEST_SAMPLES = 256, 2  #: pieces read of a checkpoint in all, and of each of its files at least
+#: pieces read of a checkpoint in all, and of each of its files at least
+SAMPLES = 256
+FEWEST_SAMPLES = 2
 SAMPLE_BYTES = 4096  #: of one piece
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
@@ -133,9 +135,11 @@ def model_facts(config: dict[str, Any], *, path: str = "", tensors: dict[str, Te
     architectures = config.get("architectures")
     if not (isinstance(architectures, list) and architectures and isinstance(architectures[0], str)):
         raise FactsError(f"{path}/config.json names no architecture", "add \"architectures\": [\"...\"] to config.json")
-    layers, hidden = integer("num_hidden_layers"), integer("hidden_size")
+    layers = integer("num_hidden_layers")
+    hidden = integer("hidden_size")
     heads = integer("num_attention_heads")
-    rope, lora = integer("qk_rope_head_dim", 0), integer("kv_lora_rank", 0)
+    rope = integer("qk_rope_head_dim", 0)
+    lora = integer("kv_lora_rank", 0)
     quant = config.get("quantization_config")
     quant = quant if isinstance(quant, dict) else {}
     if architectures[0].endswith(NEXTN_ALONE):
@@ -157,7 +161,8 @@ class _Reader:
     """Reads positive whole numbers from a config; ``default`` stands for a missing key."""
 
     def __init__(self, config: dict[str, Any], path: str) -> None:
-        self.config, self.path = config, path
+        self.config = config
+        self.path = path
 
     def __call__(self, key: str, default: int | None = None) -> int:
         value = self.config.get(key)
@@ -198,7 +203,8 @@ def with_digest(facts: ModelFacts) -> ModelFacts:
     if facts.digest or not facts.tensors:
         return facts
     found = hashlib.sha256(msgspec.json.encode(facts.tensors, order="sorted"))
-    files, path = sorted({fact.file for fact in facts.tensors.values()}), Path(facts.path)
+    files = sorted({fact.file for fact in facts.tensors.values()})
+    path = Path(facts.path)
     each = max(FEWEST_SAMPLES, SAMPLES // len(files))
     for name in files:
         file = path / name if path.is_dir() else path

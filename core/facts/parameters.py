@@ -95,14 +95,17 @@ def _norms(model: ModelFacts) -> Iterator[Tensor]:
 
 
 def _attention(model: ModelFacts) -> Iterator[Tensor]:
-    hidden, heads, dim = model.hidden_size, model.num_heads, model.head_dim
+    hidden = model.hidden_size
+    heads = model.num_heads
+    dim = model.head_dim
     if model.kind == "mha":
         yield Tensor("self_attn.q_proj.weight", heads * dim, hidden)
         yield Tensor("self_attn.k_proj.weight", model.num_kv_heads * dim, hidden)
         yield Tensor("self_attn.v_proj.weight", model.num_kv_heads * dim, hidden)
         yield Tensor("self_attn.o_proj.weight", hidden, heads * dim)
         return
-    q_rank, v_dim = stated(model, "q_lora_rank"), stated(model, "v_head_dim", dim)
+    q_rank = stated(model, "q_lora_rank")
+    v_dim = stated(model, "v_head_dim", dim)
     nope = dim - model.qk_rope_head_dim
     if q_rank:
         yield Tensor("self_attn.q_a_proj.weight", q_rank, hidden)

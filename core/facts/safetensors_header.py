@@ -140,7 +140,9 @@ def _tensor(path: Path, name: str, entry: Any) -> tuple[TensorFact, int, int]:
 
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise bad("its entry must hold exactly dtype, shape and data_offsets")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    dtype = entry["dtype"]
+    shape = entry["shape"]
+    offsets = entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise bad(f"unknown dtype {str(dtype)[:40]!r}; known: {', '.join(DTYPES)}")
     if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(map(_is_count, shape)):
@@ -221,7 +223,9 @@ def _weight_map(index: Path) -> dict[str, str]:
 def _refuse_gaps(folder: Path, files: list[str]) -> None:
     """``files`` that say how many they are must be all there. They are numbered from 0 or 1."""
     for shard in filter(None, map(SHARD.fullmatch, files)):
-        stem, count, digits = shard["stem"], int(shard["count"]), len(shard["number"])
+        stem = shard["stem"]
+        count = int(shard["count"])
+        digits = len(shard["number"])
         ending = f"-of-{shard['count']}.safetensors"
         there = {name for name in files if name.startswith(stem) and name.endswith(ending) and SHARD.fullmatch(name)}
         if len(there) < count:

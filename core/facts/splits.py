@@ -58,7 +58,8 @@ def splits(model: ModelFacts, mesh: Mapping[str, int]) -> Iterator[Split]:
                     "tp")
     moe = next((layer for layer in layers if is_moe_layer(model, layer)), None)
     if moe is not None:
-        width, shared = _stated(model, "moe_intermediate_size"), _stated(model, "n_shared_experts")
+        width = _stated(model, "moe_intermediate_size")
+        shared = _stated(model, "n_shared_experts")
         yield Split(f"model.layers.{moe}.mlp.experts", "moe_intermediate_size", width, "expert_width", "moe_tp")
         if shared:
             yield Split(f"model.layers.{moe}.mlp.shared_experts", "n_shared_experts x moe_intermediate_size",
@@ -67,13 +68,16 @@ def splits(model: ModelFacts, mesh: Mapping[str, int]) -> Iterator[Split]:
 
 
 def _attention(model: ModelFacts) -> Iterator[Split]:
-    name, heads, axis = "model.layers.0.self_attn", "num_attention_heads", "attn_tp"
+    name = "model.layers.0.self_attn"
+    heads = "num_attention_heads"
+    axis = "attn_tp"
     if model.kind == "mha":
         for part, role in (("q_proj", "heads"), ("o_proj", "row")):
             yield Split(f"{name}.{part}", heads, model.num_heads, role, axis, model.head_dim)
         yield Split(f"{name}.k_proj", "num_key_value_heads", model.num_kv_heads, "kv_heads", axis, model.head_dim)
         return
-    query, value = model.head_dim, _stated(model, "v_head_dim") or model.head_dim
+    query = model.head_dim
+    value = _stated(model, "v_head_dim") or model.head_dim
     up = query - model.qk_rope_head_dim + value
     first = "q_b_proj" if _stated(model, "q_lora_rank") else "q_proj"
     yield Split(f"{name}.{first}", heads, model.num_heads, "heads", axis, query)

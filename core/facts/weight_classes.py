@@ -80,7 +80,8 @@ def tally(tensors: Mapping[str, TensorFact], layers: int, tied: bool = False) ->
 
 def numbers(name: str, tensor: TensorFact) -> tuple[str, bool, int]:
     """``Kind.dtype`` and ``Kind.scale`` of a tensor by its published name, and how many numbers it holds."""
-    count, leaf = math.prod(tensor.shape), name.rpartition(".")[2]
+    count = math.prod(tensor.shape)
+    leaf = name.rpartition(".")[2]
     if leaf in ("weight_scale_inv", "weight_scale"):
         return SCALE, True, count
     if leaf in ("qweight", "qzeros") and tensor.dtype == "int32":

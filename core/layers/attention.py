@@ -42,9 +42,16 @@ class MlaAttention(Module):
 
     def __init__(self, context: BuildContext, name: str, index: int, sizes: MlaSizes, scale: float) -> None:
         shard = context.parallel.shard("heads", name, sizes.heads)
-        self.index, self.scale, self.heads = index, scale, shard.size
-        self.nope_dim, self.rope_dim, self.v_dim, self.lora_rank = sizes.nope, sizes.rope, sizes.v, sizes.kv_lora
-        self._mla, self._store, self._rope = context.attention.mla, context.attention.store_mla, context.ops.rope
+        self.index = index
+        self.scale = scale
+        self.heads = shard.size
+        self.nope_dim = sizes.nope
+        self.rope_dim = sizes.rope
+        self.v_dim = sizes.v
+        self.lora_rank = sizes.kv_lora
+        self._mla = context.attention.mla
+        self._store = context.attention.store_mla
+        self._rope = context.ops.rope
         self._cut = context.cuts.call
         query = sizes.nope + sizes.rope
         direct = sizes.q_lora is None
@@ -79,11 +86,13 @@ class MlaAttention(Module):
         self.w_uv = self.w_kv[:, self.nope_dim :].transpose(1, 2)
         if self.w_kv.is_cpu:
             # NOTE: copies, because heads interleaved with a stride of several KB cost a CPU twice the time.
-            self.w_uk, self.w_uv = self.w_uk.contiguous(), self.w_uv.contiguous()
+            self.w_uk = self.w_uk.contiguous()
+            self.w_uv = self.w_uv.contiguous()
         self.kv_stored = self._stored()
 
     def _stored(self) -> tuple[Tensor, Tensor] | None:
-        found, rows = self.kv_b.stored_blocks(), self.nope_dim + self.v_dim
+        found = self.kv_b.stored_blocks()
+        rows = self.nope_dim + self.v_dim
         if found is None or any(size % BLOCK for size in (self.nope_dim, self.v_dim, self.lora_rank)):
             return None
         values, scales = found
@@ -148,8 +157,12 @@ class MhaAttention(Module):
 
     def __init__(self, context: BuildContext, name: str, index: int, *, hidden: int, heads: int, kv_heads: int,
                  head_dim: int, scale: float, bias: bool = False) -> None:
-        self.index, self.scale, self.head_dim = index, scale, head_dim
-        self._mha, self._rope, self._cut = context.attention.mha, context.ops.rope, context.cuts.call
+        self.index = index
+        self.scale = scale
+        self.head_dim = head_dim
+        self._mha = context.attention.mha
+        self._rope = context.ops.rope
+        self._cut = context.cuts.call
         queries = context.parallel.shard("heads", f"{name}.q_proj", heads)
         held = kv_heads_of(queries.start, queries.size, heads, kv_heads)
         self.qkv = Linear(context, f"{name}.qkv_proj", hidden, [
@@ -157,7 +170,8 @@ class MhaAttention(Module):
             Part(f"{name}.k_proj", kv_heads * head_dim, "heads", head_dim, bias, held),
             Part(f"{name}.v_proj", kv_heads * head_dim, "heads", head_dim, bias, held)])
         self._split = [size // head_dim for size in self.qkv.outputs]
-        self.heads, self.kv_heads = self._split[0], self._split[1]
+        self.heads = self._split[0]
+        self.kv_heads = self._split[1]
         self.o_proj = Linear(context, f"{name}.o_proj", heads * head_dim,
                              [Part(f"{name}.o_proj", hidden, "replicated", bias=bias)],
                              input_role="row", input_unit=head_dim)

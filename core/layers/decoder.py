@@ -23,7 +23,8 @@ class DecoderLayer(Module):
 
     def __init__(self, context: BuildContext, name: str, hidden: int, eps: float,
                  attention: MlaAttention | MhaAttention, feed_forward: Mlp | Moe) -> None:
-        self.attention, self.feed_forward = attention, feed_forward
+        self.attention = attention
+        self.feed_forward = feed_forward
         local = context.worker.ranks == 1 or feed_forward.exchanges
         self.input_norm = RmsNorm(context, f"{name}.input_layernorm", hidden, eps, attention)
         self.post_norm = RmsNorm(context, f"{name}.post_attention_layernorm", hidden, eps,
@@ -69,13 +70,15 @@ class DecoderModel(Module):
     def __init__(self, context: BuildContext, layers: Callable[[BuildContext, str, int], DecoderLayer], rope: Rope,
                  eps: float, tied: bool) -> None:
         facts = context.facts
-        hidden, vocab = facts.hidden_size, facts.vocab_size
+        hidden = facts.hidden_size
+        vocab = facts.vocab_size
         self.embed = Embedding(context, "model.embed_tokens", vocab, hidden)
         self.layers = [layers(context, f"model.layers.{i}", i) for i in range(facts.num_layers)]
         self.norm = RmsNorm(context, "model.norm", hidden, eps)
         self.rope = rope
         self.head = TiedHead(context, "lm_head", self.embed) if tied else LmHead(context, "lm_head", vocab, hidden)
-        self.num_layers, self.tied = facts.num_layers, tied
+        self.num_layers = facts.num_layers
+        self.tied = tied
         self._elsewhere = frozenset(self.elsewhere())
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
@@ -102,7 +105,9 @@ class DecoderModel(Module):
 
     def tail(self, stream: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """See ``protocols.SampledLastLayer``."""
-        last, at, ends = self.layers[-1], self.rope.at(positions), batch.ends
+        last = self.layers[-1]
+        at = self.rope.at(positions)
+        ends = batch.ends
         if ends is None:
             return self.norm.add(*last.forward(stream, None, at, batch))[0]  # type: ignore[no-any-return]
         if not ends.count:

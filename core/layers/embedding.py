@@ -18,7 +18,8 @@ class Embedding(Module):
     """Rows of ``{name}.weight`` [vocab, hidden]; ranks may hold a slice of the vocabulary."""
 
     def __init__(self, context: BuildContext, name: str, vocab: int, hidden: int) -> None:
-        self.name, self.vocab = name, vocab
+        self.name = name
+        self.vocab = vocab
         self._shard = context.parallel.shard("vocab", name, vocab)
         self._collectives = context.collectives
         self.weight = torch.empty(self._shard.size, hidden, dtype=context.dtype, device=context.worker.device)

@@ -66,7 +66,8 @@ class Linear(Module):
     def __init__(self, context: BuildContext, name: str, inputs: int, parts: Sequence[Part], *,
                  input_role: str = "replicated", input_unit: int = 1, reduce: bool = True,
                  wide: bool = False) -> None:
-        self.name, self._wide = name, wide
+        self.name = name
+        self._wide = wide
         self._context = context
         columns = self._shard(input_role, parts[0].name, inputs, input_unit)
         self.shards = [self._rows(part) for part in parts]

@@ -52,15 +52,18 @@ class Gate(Module):
     """Scores experts in float32 and picks: ``forward(x [T, hidden]) -> weights float32 [T, K], ids int [T, K]``."""
 
     def __init__(self, context: BuildContext, name: str, sizes: MoeSizes) -> None:
-        self.name, self.sizes = name, sizes
-        device, stored = context.worker.device, context.facts.tensors.get(f"{name}.weight")
+        self.name = name
+        self.sizes = sizes
+        device = context.worker.device
+        stored = context.facts.tensors.get(f"{name}.weight")
         exact = torch.device(device).type != "cpu" and (stored or context.facts).dtype == "bfloat16"
         # NOTE: products of bfloat16 numbers are exact in float32, so nothing is lost by leaving a gate as it is stored.
         self.weight = torch.empty(sizes.experts, sizes.hidden, dtype=torch.bfloat16 if exact else torch.float32,
                                   device=device)
         self.bias = torch.zeros(sizes.experts, device=device) if sizes.sigmoid else None
         self.appended = 0  #: shared experts chosen for every token, where they ride along with the routed ones
-        self._softmax, self._sigmoid = context.ops.topk_softmax, context.ops.topk_sigmoid
+        self._softmax = context.ops.topk_softmax
+        self._sigmoid = context.ops.topk_sigmoid
         self._route = context.ops.route
         self._signalling: SignallingRoute | None = getattr(context.ops, "route_signalling", None)
 
@@ -100,7 +103,10 @@ class Experts(Module):
         held = context.parallel.shard("experts", name, sizes.experts)
         scheme = context.scheme_for(f"{name}.{held.start}.gate_proj")
         width = context.parallel.shard("expert_width", name, sizes.width, scheme.block)
-        self.name, self.first, self.count, self.total = name, held.start, held.size, sizes.experts
+        self.name = name
+        self.first = held.start
+        self.count = held.size
+        self.total = sizes.experts
         self.method: ExpertsMethod = scheme.experts(ExpertsShape(
             prefix=name, count=held.size, first=held.start, hidden=sizes.hidden, inter=width.size,
             inter_start=width.start, inter_full=width.full, total=sizes.experts, shared=shared,

@@ -17,7 +17,8 @@ class RmsNorm(Module):
     """Weight ``{name}.weight`` [size]. ``consumers`` are the layers that alone read the result."""
 
     def __init__(self, context: BuildContext, name: str, size: int, eps: float, *consumers: Any) -> None:
-        self.name, self.eps = name, eps
+        self.name = name
+        self.eps = eps
         self.weight = torch.ones(size, dtype=context.dtype, device=context.worker.device)
         self._norm = producer(context.ops, "rms_norm", *consumers)
         self._add_norm = producer(context.ops, "add_rms_norm", *consumers)

@@ -33,7 +33,8 @@ class RopeConfig:
     def softmax_scale(self, head_dim: int) -> float:
         """head_dim^-1/2, times YaRN's mscale squared where the config has ``mscale_all_dim`` (DeepSeek)."""
         scaling = self.scaling or {}
-        all_dim, factor = scaling.get("mscale_all_dim") or 0.0, scaling.get("factor") or 1.0
+        all_dim = scaling.get("mscale_all_dim") or 0.0
+        factor = scaling.get("factor") or 1.0
         mscale = 0.1 * all_dim * math.log(factor) + 1.0 if all_dim and factor > 1 else 1.0
         return float(head_dim**-0.5 * mscale * mscale)
 

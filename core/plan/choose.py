@@ -45,7 +45,8 @@ def choose(draft: Draft) -> None:
 
 
 def _device(draft: Draft) -> None:
-    asked, machine = draft.config.device, draft.facts.hardware
+    asked = draft.config.device
+    machine = draft.facts.hardware
     if asked != "auto":
         by, why = draft.source("device") or ("default", "")
         draft.decide("device", asked, by, why)
@@ -53,21 +54,26 @@ def _device(draft: Draft) -> None:
             _require_cuda(draft)
         draft.values["device"] = asked
         return
-    device, why = "cpu", f"{machine.name} has no CUDA device"
+    device = "cpu"
+    why = f"{machine.name} has no CUDA device"
     if machine.devices:
-        device, why = "cuda", f"{machine.name}: {machine.devices[0].name}"
+        device = "cuda"
+        why = f"{machine.name}: {machine.devices[0].name}"
         if _cpu_torch(draft):
-            device, why = "cpu", "the installed torch is a CPU build"
+            device = "cpu"
+            why = "the installed torch is a CPU build"
         for slot in SLOTS:
             if slot.step and not _any_offers(draft, slot, device):
-                device, why = "cpu", f"no {slot.name} component offers cuda"
+                device = "cpu"
+                why = f"no {slot.name} component offers cuda"
     draft.values["device"] = device
     draft.decide("device", device, "auto", why, notable=device == "cpu" and bool(machine.devices))
 
 
 def _require_cuda(draft: Draft) -> None:
     """Refuse the device "cuda" where the machine has none, or torch cannot use it."""
-    machine, build = draft.facts.hardware, _cpu_torch(draft)
+    machine = draft.facts.hardware
+    build = _cpu_torch(draft)
     if not machine.devices:
         draft.refusals.append(Refusal("choose", "device", f"{machine.name} has no CUDA device", 'device = "cpu"'))
     elif build:
@@ -93,14 +99,21 @@ def _dtype(draft: Draft) -> None:
     if asked != "auto":
         by, why = draft.source("dtype") or ("default", "")
     elif draft.values["device"] == "cpu":
-        asked, by, why = "float32", "auto", "exact on the CPU, and bf16 is slow on most of them"
+        asked = "float32"
+        by = "auto"
+        why = "exact on the CPU, and bf16 is slow on most of them"
     elif checkpoint in FLOAT_DTYPES:
-        asked, by, why = checkpoint, "auto", "the checkpoint's"
+        asked = checkpoint
+        by = "auto"
+        why = "the checkpoint's"
     else:
-        asked, by, why = "bfloat16", "auto", f"the checkpoint is {checkpoint}"
+        asked = "bfloat16"
+        by = "auto"
+        why = f"the checkpoint is {checkpoint}"
     draft.values["dtype"] = asked
     draft.decide("dtype", asked, by, why)
-    kv, source = draft.config.attention.kv_dtype, draft.source("attention.kv_dtype")
+    kv = draft.config.attention.kv_dtype
+    source = draft.source("attention.kv_dtype")
     draft.values["kv_dtype"] = asked if kv == "auto" else kv
     if kv == "auto" or source is None:
         source = ("auto", "the compute dtype")
@@ -197,7 +210,8 @@ def _pick(draft: Draft, slot: Slot) -> None:
     """
     asked = draft.config.section(slot)[0]
     given = asked.model_dump(mode="json", include=asked.model_fields_set - {"use"})
-    kind, wanted = draft.facts.model.kind, _contributed(draft, slot)
+    kind = draft.facts.model.kind
+    wanted = _contributed(draft, slot)
     found = sorted(draft.plugins.components(slot.name), key=lambda found: found.component.name != wanted)
     candidates = [one for one in found if kind in getattr(one.component.offers, "kinds", {kind})] or found
     reasons: list[str] = []
@@ -326,7 +340,8 @@ def _hosts(draft: Draft) -> int:
 
 def _overlap(draft: Draft) -> None:
     """Overlapped steps where the host would wait otherwise, unless the operator or a component says no."""
-    asked, beside = draft.config.scheduler.overlap, draft.values["device"] != "cpu"
+    asked = draft.config.scheduler.overlap
+    beside = draft.values["device"] != "cpu"
     wanted = beside if asked is None else asked
     waiting = [chosen.name for _, chosen in draft.step_path() if not chosen.offers.overlap]
     overlap = draft.values["overlap"] = wanted and not waiting
@@ -334,11 +349,14 @@ def _overlap(draft: Draft) -> None:
     if source is not None and asked == overlap:
         by, why = source
     elif overlap:
-        by, why = "auto", "the next step starts before the last one is read"
+        by = "auto"
+        why = "the next step starts before the last one is read"
     elif wanted:
-        by, why = waiting[0], f"{', '.join(waiting)} waits for the device within a step"
+        by = waiting[0]
+        why = f"{', '.join(waiting)} waits for the device within a step"
     else:
-        by, why = "auto", "the CPU computes a step while it is launched"
+        by = "auto"
+        why = "the CPU computes a step while it is launched"
     draft.decide("scheduler.overlap", overlap, by, why, notable=bool(waiting and wanted))
 
 

@@ -38,7 +38,8 @@ def span(start: int, stop: int) -> str:
 
 
 def _axes(plan: EnginePlan) -> str:
-    heads, width = axis_size("attn_tp", plan.mesh), axis_size("moe_tp", plan.mesh)
+    heads = axis_size("attn_tp", plan.mesh)
+    width = axis_size("moe_tp", plan.mesh)
     said = [f"attention over {heads} rank{'s' * (heads > 1)}"]
     if plan.facts.model.n_routed_experts:
         said.append(f"the width of an expert over {width}")
@@ -56,7 +57,8 @@ def _groups(plan: EnginePlan) -> Iterator[Row]:
 
 
 def _experts(plan: EnginePlan) -> Iterator[Row]:
-    experts, parts = plan.facts.model.n_routed_experts, plan.mesh.get("ep", 1)
+    experts = plan.facts.model.n_routed_experts
+    parts = plan.mesh.get("ep", 1)
     if experts and "ep" in plan.mesh:
         each = experts // parts
         yield _row("layout: experts", f"{each} a block", f"{blocks(plan.ranks, plan.ranks // parts, 'rank')} hold "
@@ -77,12 +79,14 @@ def _splits(plan: EnginePlan) -> Iterator[Row]:
 
 
 def _padding(plan: EnginePlan) -> Iterator[Row]:
-    vocab, parts = plan.facts.model.vocab_size, axis_size("attn_tp", plan.mesh)
+    vocab = plan.facts.model.vocab_size
+    parts = axis_size("attn_tp", plan.mesh)
     if parts > 1:
         each = -(-vocab // parts)
         padded = f"; scored as {each * parts} and cut back" if each * parts > vocab else ", nothing to pad"
         yield _row("padding: vocabulary", f"{each} a rank", f"{vocab} tokens over {parts} ranks{padded}")
-    groups, tokens = plan.mesh.get("dp", 1), plan.sizes.max_step_tokens
+    groups = plan.mesh.get("dp", 1)
+    tokens = plan.sizes.max_step_tokens
     if groups > 1:
         yield _row("padding: steps", f"up to {groups * tokens}", "every group's tokens are padded to those of the "
                    f"largest (at most {tokens}), an idle group's too, and feed-forward layers see all {groups}")

@@ -245,12 +245,15 @@ def _complete(draft: Draft) -> bool:
 
 
 def _freeze(draft: Draft, sizes: Sizes, budget: tuple[BudgetLine, ...], unused: Mapping[str, str]) -> EnginePlan:
-    config, values, plugins = draft.config, draft.values, draft.plugins
+    config = draft.config
+    values = draft.values
+    plugins = draft.plugins
     draft.decide("seed", config.seed, *(draft.source("seed") or ("default", "")))
     for _, remarks in plugins.call_each("plan_remarks", context=draft.context(config.attention)):
         draft.decisions += remarks or ()
     _record_options(draft, unused)
-    facts, beside = draft.facts, draft.facts.draft
+    facts = draft.facts
+    beside = draft.facts.draft
     facts = replace(facts, model=with_digest(facts.model), draft=with_digest(beside) if beside is not None else None)
     plan = EnginePlan(
         model=config.model, dtype=values["dtype"], kv_dtype=values["kv_dtype"], device=values["device"],

@@ -42,7 +42,8 @@ class AttentionOptions(Options):
 class QuantizationOptions(Options):
     def without_effect(self, context: CheckContext) -> dict[str, str]:
         """Libraries named for products that do not run."""
-        products, device = self.provider_fields(), context.values["device"]
+        products = self.provider_fields()
+        device = context.values["device"]
         (scheme,) = context.chosen["quantization"]
         assert isinstance(scheme.offers, QuantizationOffers)
         if self.dequantizes(device, scheme.offers):

@@ -66,7 +66,9 @@ class RankBuilder:
 
     def __init__(self, plan: EnginePlan, worker: Worker, plugins: PluginSet, report: Report, note: Note) -> None:
         self.clock = RankClock()
-        self.plan, self.plugins, self.phases = plan, plugins, Phases(report, note)
+        self.plan = plan
+        self.plugins = plugins
+        self.phases = Phases(report, note)
         self.worker = replace(worker, clock=self.clock)
         self.memory = RankMemory(plan, worker)
 
@@ -92,7 +94,8 @@ class RankBuilder:
         return self._engine(runner, context)
 
     def _engine(self, runner: Runner, context: BuildContext) -> Engine:
-        scheduler, policy = self.component("scheduler"), self.component("policy")
+        scheduler = self.component("scheduler")
+        policy = self.component("policy")
         scheduler.bind(runner.table, PageAllocator(self.plan.sizes.num_pages), self.component("cache"), policy)
         return Engine(scheduler=scheduler, runner=runner, parallel=context.parallel, collectives=context.collectives,
                       overlap=self.plan.overlap, clock=self.clock,
@@ -102,7 +105,8 @@ class RankBuilder:
                       closing=[self._stopping, runner.graphs.close, context.collectives.close])
 
     def _models(self, context: BuildContext) -> tuple[Model, Model | None, Any]:
-        speculative, family = self.component("speculative"), self.component("model")
+        speculative = self.component("speculative")
+        family = self.component("model")
         model = family.build(context)
         self.memory.mark_model("weights", model)
         draft = speculative.draft_model(self._behind(context), family, model)
@@ -147,7 +151,8 @@ class RankBuilder:
 
     def _load_from(self, facts: ModelFacts, models: dict[str, Model]) -> int:
         """Bytes read from one folder."""
-        source, size = self.component("weights"), 0
+        source = self.component("weights")
+        size = 0
         source.open(facts)
         try:
             for line, model in models.items():

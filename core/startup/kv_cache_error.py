@@ -22,8 +22,12 @@ from glowplug.core.plugin.offers import Mode
 from glowplug.core.step.batch import Batch, shape_of
 
 NARROW = frozenset({"fp8_e4m3", "fp8_e5m2"})  #: cache dtypes that are held to it
-ROWS, ROUNDS = 8, 4  #: prompts of a step, and how often with other ones
-LONGEST, SHORTEST = 256, 8  #: tokens of a prompt
+#: prompts of a step, and how often with other ones
+ROWS = 8
+ROUNDS = 4
+#: tokens of a prompt
+LONGEST = 256
+SHORTEST = 8
 Lend = Callable[[KVLayout, int], None]  #: gives the runner's parts a pool of this layout and number of pages
 
 
@@ -89,8 +93,10 @@ def _next_logits(runner: Runner, pages: NDArray[np.int32], ids: NDArray[np.int32
 def compared(exact: Tensor, other: Tensor) -> Tensor:
     """Logits [rows, vocabulary] -> float64 [3, rows]: divergence of ``other`` from ``exact``, cosine, same best token.
     NaN stays."""
-    exact, other = exact.double(), other.double()
-    before, after = exact.log_softmax(-1), other.log_softmax(-1)
+    exact = exact.double()
+    other = other.double()
+    before = exact.log_softmax(-1)
+    after = other.log_softmax(-1)
     kl = (before.exp() * (before - after)).sum(-1)
     cosine = torch.nn.functional.cosine_similarity(exact, other, dim=-1)
     return torch.stack([kl, cosine, (exact.argmax(-1) == other.argmax(-1)).double()])

@@ -82,7 +82,8 @@ def layer_shapes(plan: EnginePlan, plugins: PluginSet) -> LayerShapes:
 
     worker = make_worker(plan, 0)
     context = build_context(plan, plugins, worker)
-    plain, scheme = _Asked(context.plain), _Asked(context.scheme)
+    plain = _Asked(context.plain)
+    scheme = _Asked(context.scheme)
     family = plugins.build(plan.choice("model"), plan, worker)
     asked: Any = plain
     chosen: Any = scheme

@@ -29,7 +29,8 @@ def load_model(model: Model, source: WeightSource, facts: ModelFacts, progress: 
         wanted = [target for name, target in targets.items() if name in entries]
     else:
         wanted = [target for target in targets.values() if not target.optional]
-    waiting, size = {target.name for target in wanted}, 0
+    waiting = {target.name for target in wanted}
+    size = 0
     for target, value in _values(source, wanted):
         waiting.remove(target.name)
         target.store(value)

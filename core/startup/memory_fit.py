@@ -57,7 +57,8 @@ class RankMemory:
     """
 
     def __init__(self, plan: EnginePlan, worker: Worker, gauge: Gauge | None = None) -> None:
-        self.plan, self._device = plan, worker.device
+        self.plan = plan
+        self._device = worker.device
         self.meter = MemoryMeter(gauge or gauge_of(worker.device))
         self.gauge = self.meter.gauge
         self.measures = self.gauge.measures
@@ -119,7 +120,8 @@ class RankMemory:
         return pool
 
     def _reserve(self, pool: KVPool, *parts: Any) -> None:
-        sizes, model = self.plan.sizes, self.plan.facts.model
+        sizes = self.plan.sizes
+        model = self.plan.facts.model
         limits = Limits(rows=sizes.max_running + 1, context=sizes.positions, num_pages=pool.num_pages,
                         width=sizes.width, vocab=model.vocab_size, kv=pool.layers, hidden=model.hidden_size)
         for part in parts:
@@ -127,7 +129,8 @@ class RankMemory:
 
     def _measure(self, runner: Runner, parallel: ParallelStack) -> Left:
         """Run the largest steps: what they take and give back, and what they leave of the device."""
-        meter, gauge = self.meter, self.gauge
+        meter = self.meter
+        gauge = self.gauge
         gauge.settle()
         meter.mark(RUNTIME)
         warm_up(runner, self.plan, parallel.router())
@@ -170,13 +173,15 @@ class RankMemory:
 
         NOTE: a captured step is for the longest context, as its kernels' splits are those of every replay.
         """
-        shapes, counts = runner.graphs.shapes(self.plan), self.plan.sizes.pass_tokens
+        shapes = runner.graphs.shapes(self.plan)
+        counts = self.plan.sizes.pass_tokens
         if not shapes:
             return 0
         batch_sizes = [rows for _, rows, _ in shapes]
         pool = pool_bytes(self._peak(runner, "graphs", partial(most_captured, runner, self.plan, batch_sizes)),
                           self._claims(runner, partial(most_passed, runner, self.plan)), self.plan.growing_segments)
-        model, sizes = self.plan.facts.model, self.plan.sizes
+        model = self.plan.facts.model
+        sizes = self.plan.sizes
         beside = driver_bytes(
             len(shapes), model.num_layers, len(counts), sizes.lookahead, len(sizes.extend_tokens)) + kept_bytes(
             model, batch_sizes, counts, -(-sizes.positions // sizes.page_size),
@@ -274,7 +279,8 @@ class _NoGraphs:
 
 @contextmanager
 def _eagerly(runner: Runner) -> Iterator[None]:
-    kept, runner.graphs = runner.graphs, cast(GraphRunner, _NoGraphs())
+    kept = runner.graphs
+    runner.graphs = cast(GraphRunner, _NoGraphs())
     try:
         yield
     finally:

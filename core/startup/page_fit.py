@@ -40,7 +40,8 @@ def pages_that_fit(plan: EnginePlan, left: Left, page_bytes: int, measured: Mapp
 
     GlowplugError where they are too few for the plan; ``measured``: bytes by budget line, for its message.
     """
-    memory, sizes = plan.config.get("memory") or {}, plan.sizes
+    memory = plan.config.get("memory") or {}
+    sizes = plan.sizes
     room = left.for_cache(memory.get("fraction"), int(memory.get("reserve_bytes") or 0))
     pages = min(sizes.most_pages or sizes.num_pages, max(0, room) // page_bytes)
     least = sizes.least_pages or sizes.num_pages

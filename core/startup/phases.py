@@ -18,7 +18,8 @@ class Phases:
     """Seconds by phase, in ``seconds``; phases that come twice add up."""
 
     def __init__(self, report: Report, note: Note = logger.info) -> None:
-        self._report, self.note = report, note
+        self._report = report
+        self.note = note
         self.seconds: dict[str, float] = {}
 
     @contextmanager

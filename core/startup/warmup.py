@@ -67,7 +67,8 @@ def _run_chunks(runner: Runner, plan: EnginePlan, lengths: NDArray[np.int32], ca
     """A chunk of each row's length, the first behind ``cached`` tokens; none ends its prompt."""
     batch = _scratch_batch(plan, Mode.PREFILL, len(lengths), 1, cached + int(lengths[0]),
                            _ids(plan, int(lengths.sum())))
-    batch.query_lens, batch.kv_lens = lengths.copy(), lengths.copy()
+    batch.query_lens = lengths.copy()
+    batch.kv_lens = lengths.copy()
     batch.kv_lens[0] += cached
     batch.samples[:] = False
     batch.next_ids = np.zeros(len(lengths), np.int32)
@@ -126,7 +127,8 @@ def steps_between(runner: Runner, plan: EnginePlan) -> None:
 def counts_between(sizes: Sizes) -> list[tuple[int, int]]:
     """(decoding rows, tokens) of those steps, ascending: every multiple of WHOLE, and numbers between that are odd and
     divisible by EVEN in turn."""
-    least, most = sizes.pass_tokens[-1] if sizes.pass_tokens else 0, sizes.chunk_size
+    least = sizes.pass_tokens[-1] if sizes.pass_tokens else 0
+    most = sizes.chunk_size
     steps = min(BETWEEN, sizes.max_running - 1)
     wholes = set(range(least // WHOLE * WHOLE + WHOLE, most, WHOLE))
     found = set(wholes)
@@ -148,7 +150,8 @@ def _mixed(plan: EnginePlan, decodes: int, tokens: int) -> Batch:
     chunks = ([longest] * whole + [rest] * (rest > 0))[: sizes.max_running - decodes]
     lengths = np.array([1] * decodes + chunks, np.int32)
     batch = _scratch_batch(plan, Mode.PREFILL, len(lengths), 1, chunks[0], _ids(plan, sum(chunks)))
-    batch.num_decodes, batch.query_lens = decodes, lengths
+    batch.num_decodes = decodes
+    batch.query_lens = lengths
     batch.kv_lens = np.maximum(lengths, np.where(np.arange(len(lengths)) < decodes, chunks[0], 0)).astype(np.int32)
     batch.samples[decodes:] = False
     batch.next_ids = np.zeros(len(chunks), np.int32)
@@ -173,7 +176,8 @@ def _score_prompt(runner: Runner, plan: EnginePlan) -> None:
     batch.prompt_logprobs = np.ones(1, np.bool_)
     params = SamplingParams(max_tokens=1, prompt_logprobs=MAX_LOGPROBS)
     table = runner.table.sequences
-    kept, table[0] = table[0], Sequence(id=-1, prompt=batch.prompt_ids, params=params)
+    kept = table[0]
+    table[0] = Sequence(id=-1, prompt=batch.prompt_ids, params=params)
     try:
         _run(runner, batch, batch)
     finally:

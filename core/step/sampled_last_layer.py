@@ -41,7 +41,8 @@ class HostEnds:
     def of(cls, wanted: Wide, token_row: Numbers, positions: Numbers, slots: Numbers, pages: Numbers) -> HostEnds:
         """Of the tokens ``wanted`` [N] of a flattened step: rows, positions and slots [T] of its tokens, pages [B, P]
         of its rows."""
-        count, rows = len(wanted), filled(len(wanted))
+        count = len(wanted)
+        rows = filled(len(wanted))
         parts = [_fill(part.astype(np.int64), rows) for part in (wanted, positions[wanted], slots[wanted])]
         return cls(count, parts[0], parts[1], parts[2], _fill(pages[token_row[wanted]], rows))
 
@@ -56,7 +57,8 @@ class HostEnds:
         return (self.positions + 1).astype(np.int32)
 
     def on_device(self, step: int, views: tuple[Tensor, ...]) -> Ends:
-        rows, none = len(self.tokens), np.zeros(0, np.int32)
+        rows = len(self.tokens)
+        none = np.zeros(0, np.int32)
         batch = Batch(
             step=step, mode=Mode.DECODE, rows=np.zeros(rows, np.int32), epochs=np.zeros(rows, np.int64),
             num_decodes=rows, query_lens=np.ones(rows, np.int32), kv_lens=self._lengths,

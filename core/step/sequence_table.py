@@ -25,7 +25,9 @@ class SequenceTable:
 
     def __init__(self, rows: int, context: int, page_size: int) -> None:
         pages = -(-context // page_size)
-        self.rows, self.context, self.page_size = rows, context, page_size
+        self.rows = rows
+        self.context = context
+        self.page_size = page_size
         self.tokens: NDArray[np.int32] = np.zeros((rows, context), np.int32)
         self.pages: NDArray[np.int32] = np.zeros((rows, pages), np.int32)
         self.length: NDArray[np.int32] = np.zeros(rows, np.int32)

@@ -54,7 +54,8 @@ def sent(parts: Seq[NDArray[Any]], pinned: Callable[[int], Tensor], device: torc
 
     NOTE: torch keeps pinned memory that was given back until the copies out of it have happened.
     """
-    places, end = [], 0
+    places = []
+    end = 0
     for part in parts:
         size = len(part) * width(part).itemsize // WORD
         places.append(slice(end, end + size))

@@ -34,7 +34,8 @@ class Copy:
     """
 
     def __init__(self, memory: Tensor, tensors: Seq[Tensor], marks: Marks, before: Marks | None) -> None:
-        self._marks, self._before = marks, before
+        self._marks = marks
+        self._before = before
         self._parts: list[Tensor] = []
         at = 0
         for tensor in tensors:
@@ -70,10 +71,12 @@ class HostCopier:
 
     def begin(self, tensors: Seq[Tensor]) -> Copy:
         """Enqueue copies of ``tensors`` as they are now; nothing waits."""
-        turn, marks = self._turn, self._marks[self._turn]
+        turn = self._turn
+        marks = self._marks[self._turn]
         assert turn >= 0 and marks is not None, "mark comes first"
         size = sum(-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in tensors)
         if len(self._memory[turn]) < size:
             self._memory[turn] = torch.empty(2 * size, dtype=torch.uint8, pin_memory=True)
-        before, self._last = self._last, marks
+        before = self._last
+        self._last = marks
         return Copy(self._memory[turn], tensors, marks, before)

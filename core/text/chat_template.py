@@ -196,9 +196,11 @@ def read_template(given: str) -> str:
     file that cannot be read and for a text that is no chat template: it does not compile, or reads no messages.
     """
     if is_inline(given):
-        name, source = "the inline template", given.replace("\\n", "\n")
+        name = "the inline template"
+        source = given.replace("\\n", "\n")
     else:
-        name, source = Path(given).name, _read_file(Path(given).expanduser())
+        name = Path(given).name
+        source = _read_file(Path(given).expanduser())
     try:
         sandbox = Sandbox()
         sandbox.from_string(source)

@@ -117,7 +117,8 @@ class OutputProcessor:
         output = self._match(text) if self._stops is not None else Output(text)
         if not output.finished:
             output.text += self._held
-            self._finished, output.finished = True, True
+            self._finished = True
+            output.finished = True
         return output
 
     def _match(self, text: str) -> Output:
@@ -125,13 +126,17 @@ class OutputProcessor:
         assert stops is not None
         if not self._state and stops.first.isdisjoint(text):
             return Output(text)
-        state, text = self._state, self._held + text
+        state = self._state
+        text = self._held + text
         for at in range(len(self._held), len(text)):
             state = stops.step(state, text[at])
             found = stops.match[state]
             if found is not None:
-                self._finished, self._reason, self._held = True, found, ""
+                self._finished = True
+                self._reason = found
+                self._held = ""
                 return Output(text[: at + 1 if self._include else at + 1 - len(found)], True, found)
         settled = len(text) - stops.depth[state]
-        self._state, self._held = state, text[settled:]
+        self._state = state
+        self._held = text[settled:]
         return Output(text[:settled])

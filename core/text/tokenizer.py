@@ -143,7 +143,8 @@ class Tokenizer:
 
     def use_chat_template(self, source: str) -> None:
         """Render every conversation by ``source`` from now on, those with tools as well."""
-        self._sources, self._templates = {"default": source}, {}
+        self._sources = {"default": source}
+        self._templates = {}
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True,

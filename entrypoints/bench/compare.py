@@ -132,7 +132,8 @@ def _agreement(ours: list[int], expected: list[int]) -> float:
 
 def _serving(args: argparse.Namespace, llm: LLM, config: dict[str, Any], rounds: list[Ids]) -> dict[str, Any]:
     """The same requests offline and through a server of its own, in turns."""
-    offline, served = [], []
+    offline = []
+    served = []
     with LocalServer(config, threads=args.threads) as server:
         target = Target(server.base_url)
         _served(target, rounds[0], args.output_len)  # warm-up

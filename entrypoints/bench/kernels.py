@@ -249,7 +249,8 @@ def _order(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _cells(row: dict[str, Any]) -> list[object]:
-    share, differs = row["share_of_floor"], row["differs"]
+    share = row["share_of_floor"]
+    differs = row["differs"]
     return [row["slot"], row["kernel"], row["shapes"], "-" if row["layer"] is None else row["layer"], row["provider"],
             f"{row['us']:.1f}" + ("" if row["captured"] else " e"), f"{row['tb_s']:.2f}", f"{row['tflop_s']:.1f}",
             "-" if share is None else f"{share:.0%}", "-" if differs is None else f"{differs:.1e}",

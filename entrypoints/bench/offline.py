@@ -58,7 +58,8 @@ def _measure(args: argparse.Namespace, config: dict[str, Any]) -> list[dict[str,
         for index in range(args.repeat + 1):
             prompts = [[rng.randrange(vocab) for _ in range(length)] for length in inputs]
             count = args.warmup_prompts if index == 0 else None  # the first run warms up
-            before, started = asdict(llm.stats), time.perf_counter()
+            before = asdict(llm.stats)
+            started = time.perf_counter()
             done = llm.generate(prompts[:count], params[:count])
             duration = time.perf_counter() - started
             if index:

@@ -143,7 +143,8 @@ def with_floors(ours: Points, path: Path, model_path: str, card_name: str) -> Po
     card = measured_card(card_name)
     model = load_plugins().read_model(model_path).facts
     line = _records(path)[0]
-    prompt, output = int(line["random_input_len"]), int(line["random_output_len"])
+    prompt = int(line["random_input_len"])
+    output = int(line["random_output_len"])
     return {at: values | {f"floor_{key}": floor for key, floor in card.served(model, at, prompt, output).items()}
             for at, values in ours.items()}
 

@@ -62,7 +62,8 @@ async def _run(args: argparse.Namespace) -> int:
 
 def _sweep(args: argparse.Namespace) -> list[tuple[int | None, int]]:
     """(concurrency, prompts) of each run: two lists of equal length, or a single value for all."""
-    levels, counts = args.max_concurrency or [None], args.num_prompts
+    levels = args.max_concurrency or [None]
+    counts = args.num_prompts
     if len(counts) == 1:
         counts = counts * len(levels)
     if len(counts) != len(levels):
@@ -102,7 +103,8 @@ async def _ready(target: Target, timeout: float) -> None:
             status, _ = await call(target, "GET", "/ready")
             reason = "it is still loading its model"
         except OSError as error:
-            status, reason = 503, str(error)
+            status = 503
+            reason = str(error)
         if status != 503:
             return
         if time.monotonic() > deadline:

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from glowplug.entrypoints.front.front import Stream
     from glowplug.entrypoints.front.llm import LLM
 
-QUESTIONS, ANSWER = 4, 16  #: prompts asked again in every pause, and tokens of each answer
+#: prompts asked again in every pause, and tokens of each answer
+QUESTIONS = 4
+ANSWER = 16
 SHOWN = 20  #: errors kept word for word
 WARM = 1 / 3  #: of the pauses, those before memory must be level
 FULL = 0.01  #: share of the pages, at least one, that may be left in a cache that is called full
@@ -94,15 +96,20 @@ class Soak:
     """Drives one engine. ``failures``: what did not hold, in words."""
 
     def __init__(self, llm: LLM, args: argparse.Namespace, conditions: Mapping[str, Any] | None = None) -> None:
-        self.llm, self.args, self.conditions = llm, args, conditions or {}
+        self.llm = llm
+        self.args = args
+        self.conditions = conditions or {}
         sizes = llm.plan.sizes
         self.in_flight = args.in_flight or max(2, sizes.max_running * 5 // 4)
         self.mix = Mix(random.Random(args.load_seed), llm.plan, args.abort_share, args.shared_share)
         self.samples: list[Sample] = []
         self.failures: list[str] = []
         self.ends: Counter[str] = Counter()
-        self.least_free, self.answers_changed = self._pages, 0
-        self.loaded, self.held = 0.0, 0.0  # seconds
+        self.least_free = self._pages
+        self.answers_changed = 0
+        # seconds
+        self.loaded = 0.0
+        self.held = 0.0
         self.memory = ProcessMemory()
         self._running: dict[Stream, Wanted] = {}
         self._answers: list[list[int]] = []
@@ -127,7 +134,8 @@ class Soak:
     def _load_until(self, loaded: float) -> bool:
         """Load until there were ``loaded`` seconds of it, all requests ended. False when it was told to hold before."""
         began = time.monotonic()
-        deadline, held = began + loaded - self.loaded, False
+        deadline = began + loaded - self.loaded
+        held = False
         while time.monotonic() < deadline and not held:
             while len(self._running) < self.in_flight:
                 self._submit()

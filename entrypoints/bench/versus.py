@@ -35,7 +35,9 @@ from glowplug.entrypoints.bench.others.peer_engines import (
 )
 from glowplug.entrypoints.bench.others.turns import Loaded, Turn, answers, in_turns
 
-WARM_PROMPTS, WARM_TOKENS = 64, 16  #: of the pass over a server that does not count
+#: of the pass over a server that does not count
+WARM_PROMPTS = 64
+WARM_TOKENS = 16
 KINDS = ("static", "serving")
 
 
@@ -123,7 +125,10 @@ class Comparison:
 
     def __init__(self, args: argparse.Namespace, engines: Mapping[str, str],
                  options: Mapping[tuple[str, str], list[str]], versions: Mapping[str, str], model: ModelFacts) -> None:
-        self._args, self._engines, self._options, self._versions = args, engines, options, versions
+        self._args = args
+        self._engines = engines
+        self._options = options
+        self._versions = versions
         self._folder: Path = args.output_dir
         self._vocab = model.vocab_size
         self._prompts = args.num_prompts or [4 * level for level in args.serving]  #: of each concurrency
@@ -134,10 +139,13 @@ class Comparison:
     # ---- static batches ---------------------------------------------------------------------------------------------
 
     def static(self) -> None:
-        args, files, starts = self._args, {}, []
+        args = self._args
+        files = {}
+        starts = []
         found: dict[str, peers.Points] = {}
         for name in self._engines:
-            engine, result = ENGINES[name], self._folder / f"static-{name}.json"
+            engine = ENGINES[name]
+            result = self._folder / f"static-{name}.json"
             result.unlink(missing_ok=True)  # a tool may add to what is there
             shapes = StaticRun(args.model, tuple(args.batch_size), args.input_len, args.output_len,
                                self._vocab, args.repeat, result)
@@ -153,11 +161,14 @@ class Comparison:
     # ---- serving ----------------------------------------------------------------------------------------------------
 
     def serve(self) -> None:
-        args, ports, starts = self._args, {}, []
+        args = self._args
+        ports = {}
+        starts = []
         found: dict[str, peers.Points] = {}
         files = {name: self._folder / f"serving-{name}.jsonl" for name in self._engines}
         for name in self._engines:
-            engine, port = ENGINES[name], free_port()
+            engine = ENGINES[name]
+            port = free_port()
             ports[name] = port
             files[name].unlink(missing_ok=True)
             served = ServedRun(args.model, port, max(args.serving), self._context)
@@ -179,7 +190,8 @@ class Comparison:
 
     def _load_on(self, engine: PeerEngine, port: int, result: Path) -> None:
         """A pass that does not count, then all concurrencies."""
-        levels, counts = map(str, self._args.serving), map(str, self._prompts)
+        levels = map(str, self._args.serving)
+        counts = map(str, self._prompts)
         for log, tokens, words in (
                 (f"warm-{engine.name}", WARM_TOKENS,
                  ["--num-prompts", str(WARM_PROMPTS), "--max-concurrency", str(WARM_PROMPTS)]),
@@ -190,7 +202,8 @@ class Comparison:
                              "--random-range-ratio", "1", "--disable-tqdm", *words])
 
     def _offline(self) -> Path:
-        args, result = self._args, self._folder / "offline-glowplug.jsonl"
+        args = self._args
+        result = self._folder / "offline-glowplug.jsonl"
         result.unlink(missing_ok=True)
         count = dict(zip(args.serving, self._prompts))[max(args.serving)]
         self._ours("offline", ["offline", "--model", args.model, "--num-prompts", str(count),

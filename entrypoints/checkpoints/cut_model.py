@@ -23,7 +23,8 @@ def model_config(name: str, plugins: PluginSet) -> dict[str, Any]:
 
 def cut_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[int, int]]:
     """``config`` with one layer of each kind, and how many layers of the whole model each stands for."""
-    layers, dense = int(config["num_hidden_layers"]), int(config.get("first_k_dense_replace") or 0)
+    layers = int(config["num_hidden_layers"])
+    dense = int(config.get("first_k_dense_replace") or 0)
     if not config.get("n_routed_experts"):
         return {**config, "num_hidden_layers": 1}, {0: layers}
     cut = {**config, "first_k_dense_replace": min(dense, 1), "num_nextn_predict_layers": 0}

@@ -67,7 +67,8 @@ def _check_output(model: Path, output: Path, force: bool) -> None:
         return
     if not output.is_dir():
         raise FactsError(f"{output} is a file", "another --output")
-    inside, target = model.resolve(), output.resolve()
+    inside = model.resolve()
+    target = output.resolve()
     if target == inside or target in inside.parents:
         raise FactsError(f"{output} holds the checkpoint itself", "another --output")
     if any(output.iterdir()) and not force:

@@ -15,7 +15,8 @@ from glowplug.core.errors import GlowplugError
 from glowplug.entrypoints.cli.usage import without_command
 
 COMMANDS = {"random": "write a checkpoint of random weights"}
-BYTES, NONE = "bytes", "none"
+BYTES = "bytes"
+NONE = "none"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
                    "generation_config.json")
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}

@@ -64,7 +64,8 @@ def show(deltas: Iterable[Delta]) -> Speed:
     for delta in deltas:
         if delta.token_ids and not speed.output_tokens:
             speed.first = time.perf_counter() - start
-        speed.prompt_tokens, speed.output_tokens = delta.prompt_tokens, delta.output_tokens
+        speed.prompt_tokens = delta.prompt_tokens
+        speed.output_tokens = delta.output_tokens
         sys.stdout.write(delta.text)
         sys.stdout.flush()
     speed.total = time.perf_counter() - start

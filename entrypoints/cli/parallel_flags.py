@@ -25,7 +25,8 @@ def ones(given: Given) -> dict[str, str]:
 
 def larger_than_one(layer: Layer, given: Given) -> list[tuple[int, str]]:
     """(number in the list, flag) of strategies to which a flag gives the size one and ``layer`` a larger one."""
-    items, single = layer.data.get(SECTION), ones(given)
+    items = layer.data.get(SECTION)
+    single = ones(given)
     numbered = enumerate(items if isinstance(items, list) else [])
     return [(number, single[item["use"]]) for number, item in numbered
             if isinstance(item, dict) and item.get("use") in single and item.get("size", 1) != 1]

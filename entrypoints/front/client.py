@@ -37,7 +37,8 @@ class _Mailbox:
     __slots__ = ("_interval", "_items", "_loop", "_open", "_started", "_waiter")
 
     def __init__(self, interval: int, loop: asyncio.AbstractEventLoop) -> None:
-        self._interval, self._loop = interval, loop
+        self._interval = interval
+        self._loop = loop
         self._items: deque[Delta | Exception] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._started = self._open = False  # open: the last item has fewer tokens than wanted and waits for more
@@ -77,7 +78,8 @@ class EngineClient:
     """
 
     def __init__(self, plan: EnginePlan, tokenizer: Tokenizer | None, eos_ids: tuple[int, ...]) -> None:
-        self.plan, self.tokenizer = plan, tokenizer
+        self.plan = plan
+        self.tokenizer = tokenizer
         self.state = "starting"
         self.reason = ""  #: why it is dead
         self._front = Front(plan, tokenizer, eos_ids)
@@ -225,7 +227,8 @@ class EngineClient:
         self._outgoing.append(message)
 
     def _flush(self) -> None:
-        outgoing, self._outgoing = self._outgoing, []
+        outgoing = self._outgoing
+        self._outgoing = []
         if outgoing and self._executor is not None:
             self._executor.submit(encode(outgoing))
 
@@ -262,7 +265,8 @@ class EngineClient:
         """Everyone who waits is told; nothing is silently cut short."""
         if self.state == "dead":
             return
-        self.state, self.reason = "dead", reason
+        self.state = "dead"
+        self.reason = reason
         for mail in self._mail.values():
             mail.put(EngineDead(reason))
         for future in self._replies.values():

@@ -61,7 +61,10 @@ class Delta:
         elif later.logprobs is not None:
             self.logprobs.extend(later.logprobs)
         self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
-        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
-        self.error, self.error_code = later.error, later.error_code
-        self.cached_tokens, self.output_tokens = later.cached_tokens, later.output_tokens
+        self.finish_reason = later.finish_reason
+        self.stop_reason = later.stop_reason
+        self.error = later.error
+        self.error_code = later.error_code
+        self.cached_tokens = later.cached_tokens
+        self.output_tokens = later.output_tokens
         self.times = later.times

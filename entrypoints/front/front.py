@@ -71,7 +71,9 @@ class Front:
     """
 
     def __init__(self, plan: EnginePlan, tokenizer: Tokenizer | None, eos_ids: tuple[int, ...]) -> None:
-        self.plan, self.tokenizer, self.eos_ids = plan, tokenizer, eos_ids
+        self.plan = plan
+        self.tokenizer = tokenizer
+        self.eos_ids = eos_ids
         self.streams: dict[int, Stream] = {}
         self.outbox: list[Inbound] = []
         self.groups: dict[int, Stats] = {}  # latest statistics by data-parallel group
@@ -111,9 +113,11 @@ class Front:
         vocab = self.plan.facts.model.vocab_size
         try:
             ids = np.asarray(prompt, np.int64)
-            low, high = int(ids.min()), int(ids.max())
+            low = int(ids.min())
+            high = int(ids.max())
         except OverflowError:
-            low, high = min(prompt), max(prompt)
+            low = min(prompt)
+            high = max(prompt)
         if low < 0 or high >= vocab:
             wrong = low if low < 0 else high
             raise RequestError(f"token id {wrong} is outside the model's vocabulary of {vocab}", param="prompt",
@@ -174,7 +178,8 @@ class Front:
         for admitted in output.admitted:
             stream = self.streams.get(admitted.id)
             if stream is not None:
-                stream.queued, stream.cached_tokens = admitted.queued, admitted.cached_tokens
+                stream.queued = admitted.queued
+                stream.cached_tokens = admitted.cached_tokens
         for id, seconds in output.prefilled:
             stream = self.streams.get(id)
             if stream is not None:
@@ -218,8 +223,10 @@ class Front:
         if stream.text is not None:
             self._text(stream, tokens, delta, end)
         if end is not None and delta.finish_reason is None:
-            delta.finish_reason, delta.stop_reason = end.reason, end.stop_id
-            delta.error, delta.error_code = end.error, end.error_code
+            delta.finish_reason = end.reason
+            delta.stop_reason = end.stop_id
+            delta.error = end.error
+            delta.error_code = end.error_code
         if delta.finish_reason is not None:
             decode = None if stream.first is None else stream.last - stream.first
             delta.times = Times(stream.queued, stream.prefill, decode)
@@ -239,6 +246,7 @@ class Front:
             delta.text += tail.text
             got = tail if tail.finished else got
         if got.finished and got.stop_reason is not None:
-            delta.finish_reason, delta.stop_reason = "stop", got.stop_reason
+            delta.finish_reason = "stop"
+            delta.stop_reason = got.stop_reason
             if end is None:
                 self.outbox.append(Abort([stream.id], "stop"))

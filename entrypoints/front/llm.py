@@ -65,7 +65,9 @@ class Completion:
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         if delta.finish_reason is not None:
-            self.finish_reason, self.stop_reason, self.error = delta.finish_reason, delta.stop_reason, delta.error
+            self.finish_reason = delta.finish_reason
+            self.stop_reason = delta.stop_reason
+            self.error = delta.error
 
 
 class LLM:
@@ -129,7 +131,8 @@ class LLM:
         """News of submitted sequences; [] when a second passes without any. One call, at most one engine step."""
         if not self._news:
             self._turn()
-        news, self._news = self._news, []
+        news = self._news
+        self._news = []
         return news
 
     def abort(self, streams: Sequence[Stream]) -> None:

@@ -75,7 +75,8 @@ def stats_line(last: Stats, now: Stats, groups: list[Stats]) -> str | None:
 
     Tokens a second are rates over busy time, in which steps ran, so that idle time does not lower them.
     """
-    output, prompt = now.output_tokens - last.output_tokens, now.prompt_tokens - last.prompt_tokens
+    output = now.output_tokens - last.output_tokens
+    prompt = now.prompt_tokens - last.prompt_tokens
     busy = now.busy_seconds - last.busy_seconds
     if busy <= 0 or not (output or prompt):
         return None

@@ -39,7 +39,9 @@ class Counter:
     kind = "counter"
 
     def __init__(self, name: str, help: str, labels: Sequence[str] = ()) -> None:
-        self.name, self.help, self.labels = name, help, tuple(labels)
+        self.name = name
+        self.help = help
+        self.labels = tuple(labels)
         self.values: dict[Labels, float] = {} if labels else {(): 0.0}
 
     def inc(self, amount: float = 1.0, labels: Labels = ()) -> None:
@@ -54,7 +56,9 @@ class Histogram:
     kind = "histogram"
 
     def __init__(self, name: str, help: str, edges: Sequence[float]) -> None:
-        self.name, self.help, self.edges = name, help, tuple(edges)
+        self.name = name
+        self.help = help
+        self.edges = tuple(edges)
         self.counts = [0] * (len(self.edges) + 1)
         self.sum = 0.0
 
@@ -76,8 +80,11 @@ class EngineSeries:
 
     def __init__(self, name: str, kind: str, help: str, value: Callable[[Stats], float],
                  stats: Callable[[], Stats]) -> None:
-        self.name, self.kind, self.help = name, kind, help
-        self._value, self._stats = value, stats
+        self.name = name
+        self.kind = kind
+        self.help = help
+        self._value = value
+        self._stats = stats
 
     def samples(self) -> Iterator[Sample]:
         yield "", "", self._value(self._stats())
@@ -90,8 +97,10 @@ class GroupSeries:
 
     def __init__(self, name: str, help: str, value: Callable[[Stats], float],
                  groups: Callable[[], Sequence[Stats]]) -> None:
-        self.name, self.help = name, help
-        self._value, self._groups = value, groups
+        self.name = name
+        self.help = help
+        self._value = value
+        self._groups = groups
 
     def samples(self) -> Iterator[Sample]:
         groups = self._groups()
@@ -108,7 +117,8 @@ class Metrics:
 
     def __init__(self, model: str, stats: Callable[[], Stats], options: MetricsOptions,
                  groups: Callable[[], Sequence[Stats]]) -> None:
-        self._model, self._options = model, options
+        self._model = model
+        self._options = options
         self._all: dict[str, Metric] = {}
         add = self._add
         self.ttft = add(Histogram("time_to_first_token_seconds", "From arrival to the first token.", TTFT_EDGES))

@@ -82,7 +82,8 @@ async def model_info(context: Server) -> Response:
 
 async def server_info(context: Server) -> Response:
     """The plan as it was decided, the engine's latest statistics, and what its ranks say of themselves."""
-    plan, groups = context.plan, context.client.group_stats()
+    plan = context.plan
+    groups = context.client.group_stats()
     return json_response(msgspec.to_builtins({
         "version": __version__, "status": context.client.state, "model": context.model_name, "dtype": plan.dtype,
         "kv_dtype": plan.kv_dtype, "device": plan.device, "overlap": plan.overlap, "sizes": plan.sizes,

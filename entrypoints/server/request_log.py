@@ -88,13 +88,16 @@ class RequestRecord:
     def fail(self, error: Exception) -> None:
         """Note why the request failed: code and message of a RequestError, the type alone of an unexpected error."""
         if isinstance(error, EngineDead):
-            self.code, self.reason = "engine_dead", "the engine has stopped"
+            self.code = "engine_dead"
+            self.reason = "the engine has stopped"
         elif not isinstance(error, RequestError):
-            self.code, self.reason = "internal_error", type(error).__name__
+            self.code = "internal_error"
+            self.reason = type(error).__name__
         elif error.code == "client_closed":
             self.leave()
         else:
-            self.code, self.reason = error.code, None if error.confidential else str(error)
+            self.code = error.code
+            self.reason = None if error.confidential else str(error)
 
     def fields(self) -> dict[str, Any]:
         """Return the record's fields for the JSON format, with text from the client escaped and cut."""

@@ -65,8 +65,13 @@ class Route:
                                 "content": {"application/json": {"schema": reference}}}}
 
 
-_GET, _POST, _EITHER = ("GET",), ("POST",), ("GET", "POST")
-_OPENAI, _NATIVE, _TEXT, _OPERATIONS = "OpenAI", "native", "text", "operations"
+_GET = ("GET",)
+_POST = ("POST",)
+_EITHER = ("GET", "POST")
+_OPENAI = "OpenAI"
+_NATIVE = "native"
+_TEXT = "text"
+_OPERATIONS = "operations"
 
 ROUTES: tuple[Route, ...] = (
     Route("/v1/chat/completions", chat.chat, _POST, _OPENAI, answers.ChatCompletion, ChatRequest, stream=True),

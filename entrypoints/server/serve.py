@@ -154,7 +154,9 @@ class Server:
     """One run of the HTTP server around one engine: start, signals, death of the engine, drain."""
 
     def __init__(self, app: Any, context: Context, listener: socket.socket) -> None:
-        self._context, self._client, self._listener = context, context.client, listener
+        self._context = context
+        self._client = context.client
+        self._listener = listener
         self._http = _Uvicorn(uvicorn.Config(
             app, http=partial(GuardedProtocol, log=context.log),  # type: ignore[arg-type]
             ws="none", lifespan="off", log_config=None, access_log=False,

@@ -28,7 +28,8 @@ def _silu_and_mul(x, out, x_stride, size, BLOCK: tl.constexpr, DEPENDENT: tl.con
 def silu_and_mul(x: Tensor) -> Tensor:
     """x [..., 2I], gate then up -> silu(gate) * up [..., I], rounded once to x's dtype."""
     flat = rows_of(x)
-    rows, size = flat.shape[0], x.shape[-1] // 2
+    rows = flat.shape[0]
+    size = x.shape[-1] // 2
     out = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
     if rows:
         _silu_and_mul[(rows, cdiv(size, BLOCK))](flat, out, flat.stride(0), size, BLOCK=BLOCK,

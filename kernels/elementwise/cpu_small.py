@@ -120,7 +120,8 @@ def attend_row(
     scores = np.matmul(q_latent, latent.T)
     scores += np.matmul(q_rope, rope.T)
     scores *= np.float32(scale)
-    width, keys = len(scores), len(latent)
+    width = len(scores)
+    keys = len(latent)
     for query in range(width - 1):
         scores[query, :, keys - width + 1 + query :] = -np.inf
     scores -= np.maximum.reduce(scores, axis=-1, keepdims=True)

@@ -55,14 +55,16 @@ def _even(x: Tensor) -> Tensor:
 
 def rotate(q: Tensor, k: Tensor, cos_sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     """q [T, H, R] and k [T, G, R], either possibly without heads, by cos_sin float32 [T, R] -> rotated, contiguous."""
-    q, k = _even(q), _even(k)
+    q = _even(q)
+    k = _even(k)
     tokens, q_heads, size = q.shape
     k_heads = k.shape[1]
     q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     half = next_power_of_2(size // 2)
     most = next_power_of_2(max(q_heads, k_heads, 1))
     heads = min(most, max(1, ELEMENTS // half))
-    q_blocks, k_blocks = cdiv(q_heads, heads), cdiv(k_heads, heads)
+    q_blocks = cdiv(q_heads, heads)
+    k_blocks = cdiv(k_heads, heads)
     if tokens and q_blocks + k_blocks:
         _rope[(tokens, q_blocks + k_blocks)](
             q, k, q_out, k_out, cos_sin, q.stride(0), q.stride(1), k.stride(0), k.stride(1), q_heads, k_heads,

@@ -52,7 +52,8 @@ def inverse_frequencies(
 
 def _llama3(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     """Llama 3.1: long wavelengths divided by ``factor``, short ones kept, a linear blend between."""
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    low = scaling["low_freq_factor"]
+    high = scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return plain * (keep + (1 - keep) / scaling["factor"])
@@ -77,10 +78,13 @@ def _yarn(
     def boundary(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = boundary(scaling.get("beta_fast") or 32), boundary(scaling.get("beta_slow") or 1)
+    low = boundary(scaling.get("beta_fast") or 32)
+    high = boundary(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, dim - 1)
     ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low or 0.001)
     stretched = ramp.clamp(0, 1)
     return plain / factor * stretched + plain * (1 - stretched), float(attention)
@@ -97,7 +101,8 @@ def rotate_reference(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
     wide = x.float()
     if interleaved:
-        a, b = wide[..., 0::2], wide[..., 1::2]
+        a = wide[..., 0::2]
+        b = wide[..., 1::2]
         return torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2).to(x.dtype)
     a, b = wide.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)

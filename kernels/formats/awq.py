@@ -67,7 +67,8 @@ def pack_factors(scales: Tensor, zeros: Tensor, dtype: torch.dtype) -> Tensor:
 
 def unpack_factors(factors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """float32 scales and zeros [G, N] of ``pack_factors``."""
-    scales, upper = (factors & 0xFFFF).short().view(torch.float16), factors >> 16
+    scales = (factors & 0xFFFF).short().view(torch.float16)
+    upper = factors >> 16
     zeros = upper if dtype is torch.float32 else upper.short().view(dtype) - OFFSET[dtype]
     return scales.float(), zeros.float()
 

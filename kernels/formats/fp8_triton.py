@@ -107,7 +107,8 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 def silu_and_mul(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [T, 2N], gate then up -> silu(gate) * up, quantised from float32."""
     x = rows_of(x)
-    rows, size = x.shape[0], x.shape[1] // 2
+    rows = x.shape[0]
+    size = x.shape[1] // 2
     values, scales = empty_quantized(rows, size, x.device)
     if rows:
         groups = CHUNK if rows < MANY else CHUNK_OF_MANY
@@ -120,7 +121,8 @@ def silu_and_mul_pairs(x: Tensor, pairs: Tensor, filled: Tensor, total_pairs: in
     """The same of rows in order of experts, x [R, 2N] with R even: of the first ``filled`` int32 [1] (even, too) those
     whose ``pairs`` int32 [R] are below ``total_pairs``. The others, which fill tiles up, are not written."""
     x = rows_of(x)
-    rows, size = x.shape[0], x.shape[1] // 2
+    rows = x.shape[0]
+    size = x.shape[1] // 2
     values, scales = empty_quantized(rows, size, x.device)
     groups = min(CHUNK_OF_MANY, next_power_of_2(scales.shape[1]))
     _silu_and_mul_pairs[(rows // ROWS, cdiv(scales.shape[1], groups))](

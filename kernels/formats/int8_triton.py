@@ -90,7 +90,8 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 def silu_and_mul(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [T, 2N], gate then up -> silu(gate) * up, quantised from float32."""
     x = rows_of(x)
-    rows, size = x.shape[0], x.shape[1] // 2
+    rows = x.shape[0]
+    size = x.shape[1] // 2
     values, scales = empty_quantized(rows, size, x.device)
     if rows:
         _silu_and_mul[(rows,)](x, values, scales, x.stride(0), size, **_shape(size), **dependent.options())
@@ -112,7 +113,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, plain:
                  ) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """x and residual [T, N] -> (:func:`rms_norm` of their sum as rounded to residual's dtype, the sum). Neither is
     written; x may be float32."""
-    x, residual = rows_of(x), rows_of(residual)
+    x = rows_of(x)
+    residual = rows_of(residual)
     rows, size = x.shape
     values, scales = empty_quantized(rows, size, x.device)
     total = torch.empty(rows, size, dtype=residual.dtype, device=x.device)

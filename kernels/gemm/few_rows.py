@@ -89,7 +89,8 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tens
     tokens, depth = x.shape
     size = weight.shape[0]
     out = torch.empty(tokens, size, dtype=x.dtype, device=x.device)
-    added, programs = weight if bias is None else bias, cdiv(size, tile.rows)
+    added = weight if bias is None else bias
+    programs = cdiv(size, tile.rows)
     if not tokens:
         return out
     if tile.parts:

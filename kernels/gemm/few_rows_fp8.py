@@ -16,7 +16,9 @@ from glowplug.kernels.gemm.split_k import sum_parts
 from glowplug.kernels.launch import dependent_launch as dependent
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 
-FEWEST, MOST = 64, 512  #: bytes of W that a thread may hold
+#: bytes of W that a thread may hold
+FEWEST = 64
+MOST = 512
 
 
 @triton.jit
@@ -53,7 +55,8 @@ def multiply(x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtyp
              warps: int) -> Tensor:
     """As ``fp8_gemm.gemm`` with one row of x and scales of whole blocks: ``rows`` of W a program (see ``fits``), the
     depth in ``splits`` parts."""
-    depth, columns = x.shape[1], weight.shape[0]
+    depth = x.shape[1]
+    columns = weight.shape[0]
     out = torch.empty(1, columns, dtype=dtype, device=x.device)
     into = out if splits == 1 else torch.empty(splits, 1, columns, dtype=torch.float32, device=x.device)
     _vector[(cdiv(columns, rows), splits)](

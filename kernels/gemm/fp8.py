@@ -157,7 +157,8 @@ def gemm(x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, dtype: t
     elif "HELD" in chosen:
         return skinny_gemm_fp8.multiply(x, x_scales, weight, w_scales, dtype, chosen["HELD"], chosen["SPLIT_K"],
                                         chosen["num_warps"])
-    split, block_n = chosen.pop("SPLIT_K"), chosen["BLOCK_N"]
+    split = chosen.pop("SPLIT_K")
+    block_n = chosen["BLOCK_N"]
     chosen["TMA"] = chosen["TMA"] and depth % 16 == 0
     chosen.setdefault("FETCH", FETCH if rows <= chosen["BLOCK_M"] <= 32 else 0)
     held = TensorDescriptor(weight, list(weight.shape), list(weight.stride()), [block_n, BLOCK]) if chosen["TMA"] \

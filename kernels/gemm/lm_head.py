@@ -92,8 +92,10 @@ def fits(x: Tensor, weight: Tensor) -> bool:
 def multiply(x: Tensor, weight: Tensor, config: Config) -> Tensor:
     """x [T, K] times weight [N, K], both contiguous, transposed: float32 [T, N]. For what ``fits``."""
     out = torch.empty(len(x), len(weight), dtype=torch.float32, device=x.device)
-    (tokens, depth), size = x.shape, len(weight)
-    block_n, block_k = config["BLOCK_N"], config["BLOCK_K"]
+    (tokens, depth) = x.shape
+    size = len(weight)
+    block_n = config["BLOCK_N"]
+    block_k = config["BLOCK_K"]
     held = TensorDescriptor(weight, [size, depth], [depth, 1], [block_n, block_k]) if config["TMA"] else weight
     tiles_kernel[(cdiv(size, block_n),)](
         x, held, weight, out, tokens, size, depth, x.stride(0), TOKENS=max(16, next_power_of_2(tokens)),

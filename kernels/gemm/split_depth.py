@@ -77,7 +77,8 @@ def slice_kernel(x_at, w_at, out, tokens, size, SPLITS: gl.constexpr, STEPS: gl.
 def multiply(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, K] times weight [N, K], both contiguous, transposed: float32 [T * SPLITS, N], each token's rows to be
     added up. For what ``fits``."""
-    (tokens, depth), size = x.shape, weight.shape[0]
+    (tokens, depth) = x.shape
+    size = weight.shape[0]
     padded = max(16, next_power_of_2(tokens))
     out = torch.empty(tokens * SPLITS, size, dtype=torch.float32, device=x.device)
     slice_kernel[(cdiv(size, ROWS), SPLITS)](

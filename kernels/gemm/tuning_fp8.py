@@ -23,7 +23,9 @@ from glowplug.kernels.launch.tuned_tables import Config
 from glowplug.kernels.moe.tuning import microseconds
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-HELD, PARTS = (4, 8, 16), (1, 2, 3, 4, 6, 8, 9)  #: rows of a weight that a program holds, and of how many parts
+#: rows of a weight that a program holds, and of how many parts
+HELD = (4, 8, 16)
+PARTS = (1, 2, 3, 4, 6, 8, 9)
 COLD = 400 << 20  #: bytes of weights to go through in turn
 
 
@@ -50,7 +52,8 @@ def held_candidates(depth: int) -> list[Config]:
     """``skinny_gemm_fp8``'s, of whose numbers in registers at most a quarter is behind the depth."""
     found: list[Config] = []
     for rows, splits, warps in product(HELD, PARTS, (4, 8)):
-        groups, parts = skinny_gemm_fp8.groups_of(depth, splits), cdiv(depth, BLOCK) / splits
+        groups = skinny_gemm_fp8.groups_of(depth, splits)
+        parts = cdiv(depth, BLOCK) / splits
         held = rows * groups * BLOCK // (32 * warps)
         if skinny_gemm_fp8.FEWEST <= held <= skinny_gemm_fp8.MOST and 4 * parts >= 3 * groups >= 12:
             found.append({"HELD": rows, "SPLIT_K": splits, "num_warps": warps})

@@ -44,7 +44,9 @@ class TuningRun:
     """One table being filled: what it holds, how much time is left, what does not compile."""
 
     def __init__(self, path: Path, seconds: float, workers: int, log: Log) -> None:
-        self.path, self._workers, self._log = path, workers, log
+        self.path = path
+        self._workers = workers
+        self._log = log
         self._end = time.monotonic() + seconds
         self.table: Table = {int(k): v for k, v in json.loads(path.read_text()).items()} if path.is_file() else {}
         self.failed: set[str] = set()

@@ -116,12 +116,17 @@ def mha_decode(query: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tens
     sees the keys from ``first_key`` to the row's last but W - 1 - i, or with ``tree`` int64 [B, W] those before the
     row's W own tokens, and own token j where bit j is set.
     """
-    (tokens, heads, dim), (rows,), kv_heads = query.shape, kv_lens.shape, k_cache.shape[1]
+    (tokens, heads, dim) = query.shape
+    (rows,) = kv_lens.shape
+    kv_heads = k_cache.shape[1]
     out = torch.empty((tokens, heads, dim), dtype=query.dtype, device=query.device)
     if not tokens:
         return out
     assert query.stride(2) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
-    group, splits, partial, lse = heads // kv_heads, cut.splits, out, kv_lens
+    group = heads // kv_heads
+    splits = cut.splits
+    partial = out
+    lse = kv_lens
     if splits > 1:
         partial = query.new_empty(tokens, heads, splits, dim)
         lse = torch.empty((tokens, heads, splits), dtype=torch.float32, device=query.device)

@@ -108,7 +108,9 @@ def mha_prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor,
     page_table[b] (int32 [B, P]) at positions ``first_key`` to kv_lens[b] (int32 [B]), all on the device: its last query
     sees all of them and each one before it one less.
     """
-    (tokens, heads, dim), kv_heads, rows = q.shape, k_cache.shape[1], kv_lens.shape[0]
+    (tokens, heads, dim) = q.shape
+    kv_heads = k_cache.shape[1]
+    rows = kv_lens.shape[0]
     out = torch.empty((tokens, heads, dim), dtype=q.dtype, device=q.device)
     if not tokens:
         return out

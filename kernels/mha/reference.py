@@ -36,14 +36,16 @@ def attend_causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """q [R, W, H, D], k [R, W, K, D], v [R, W, K, V] -> [R, W, H, V]: query i of a row sees keys 0 to i of it."""
     group = q.shape[2] // k.shape[2]
     if group > 1:
-        k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
+        k = k.repeat_interleave(group, dim=2)
+        v = v.repeat_interleave(group, dim=2)
     out = _sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale, None)
     return out.transpose(1, 2)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None) -> Tensor:
     """Scaled dot-product attention, causal without ``bias``. [.., D] and [.., V] may differ."""
-    dim, value_dim = q.shape[-1], v.shape[-1]
+    dim = q.shape[-1]
+    value_dim = v.shape[-1]
     if q.is_cuda and q.dtype != torch.float32:
         with sdpa_kernel(CUDA_BACKENDS):
             return scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=bias is None, scale=scale)
@@ -64,7 +66,8 @@ def partial_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: boo
     keys, kv_heads, _ = k.shape
     group = heads // kv_heads
     folded = q.float().view(count, kv_heads, group, dim).permute(1, 2, 0, 3)
-    k_cols, v_rows = k.float().permute(1, 2, 0).unsqueeze(1), v.float().transpose(0, 1).unsqueeze(1)
+    k_cols = k.float().permute(1, 2, 0).unsqueeze(1)
+    v_rows = v.float().transpose(0, 1).unsqueeze(1)
     out = q.new_empty(count, heads, v.shape[-1], dtype=torch.float32)
     lse = q.new_empty(count, heads, dtype=torch.float32)
     block = max(1, MAX_SCORES // (heads * keys))
@@ -105,8 +108,10 @@ def paged_reference(query: Tensor, k_cache: Tensor, v_cache: Tensor, page_table:
     Query token i of a row sees the keys from ``first_key`` to the row's last but W - 1 - i, or with ``tree`` int64
     [B, W] those before the row's W own tokens, and own token j where bit j is set. Zeros where it sees none.
     """
-    rows, heads = len(kv_lens), query.shape[1]
-    width, group = query.shape[0] // rows, heads // k_cache.shape[1]
+    rows = len(kv_lens)
+    heads = query.shape[1]
+    width = query.shape[0] // rows
+    group = heads // k_cache.shape[1]
     out = torch.zeros(*query.shape[:2], v_cache.shape[2], dtype=torch.float64, device=query.device)
     for row in range(rows):
         length = int(kv_lens[row])

@@ -137,7 +137,8 @@ def tiling(rows: int, width: int, heads: int, context: int, dtype: torch.dtype, 
     if many:
         block_m = next((narrow for most, narrow in NARROW if rows * cdiv(heads, narrow) <= most), block_m)
     blocks = max(1, rows * cdiv(width * heads, block_m))
-    wide, narrow = block_m == 64, kv.itemsize == 1
+    wide = block_m == 64
+    narrow = kv.itemsize == 1
     block_n = 64 if ring or wide else 16 if dtype.itemsize > 2 else 32 if narrow or block_m > 16 else 64
     splits = paged.best_splits(blocks, cdiv(context, block_n), MULTIPROCESSORS)
     spared = ring and block_m == 16 and blocks >= JOINED and context <= SHORT and not many
@@ -208,9 +209,12 @@ def decode_parts(query: Tensor, kv: Tensor, page_table: Tensor, kv_lens: Tensor,
 def _launch(query: Tensor, kv: Tensor, page_table: Tensor, kv_lens: Tensor, scale: float, page_size: int, cut: Tiling,
             first_key: int, tree: Tensor | None, kv_scale: float, out: Tensor, lse: Tensor,
             joined: Tensor | None) -> None:
-    (tokens, heads, size), rows, lora = query.shape, kv_lens.shape[0], out.shape[-1]
+    (tokens, heads, size) = query.shape
+    rows = kv_lens.shape[0]
+    lora = out.shape[-1]
     assert query.is_contiguous() and kv.stride(1) == 1
-    pairs, splits = tokens // rows * heads, cut.splits
+    pairs = tokens // rows * heads
+    splits = cut.splits
     grid = (cdiv(pairs, cut.block_m), rows, splits)
     rows_of = (page_table, kv_lens, tree if tree is not None else kv_lens, out, lse)
     rest = (scale * kv_scale * paged.LOG2_E, kv_scale, splits, first_key, tokens // rows, heads, page_table.stride(0))

@@ -40,14 +40,17 @@ def spread(rotary: Tensor, keys: Tensor) -> None:
 def expand(entries: Tensor, w_kv: Tensor, nope: int) -> tuple[Tensor, Tensor]:
     """As ``kernels.mla.expand``. Where keys' latent parts and values are of one size, both are views of one tensor in
     which they alternate, values as wide as keys, and one product fills it."""
-    (tokens, size), (heads, rows, lora) = entries.shape, w_kv.shape
+    (tokens, size) = entries.shape
+    (heads, rows, lora) = w_kv.shape
     whole = nope + size - lora
     if rows == 2 * nope:
         both = entries.new_empty(tokens, 2 * heads, whole)
-        k, v = both[:, ::2], both[:, 1::2, :nope]
+        k = both[:, ::2]
+        v = both[:, 1::2, :nope]
         parts = [(w_kv.view(2 * heads, nope, lora), both[..., :nope])]
     else:
-        k, v = entries.new_empty(tokens, heads, whole), entries.new_empty(tokens, heads, rows - nope)
+        k = entries.new_empty(tokens, heads, whole)
+        v = entries.new_empty(tokens, heads, rows - nope)
         parts = [(w_kv[:, :nope], k[..., :nope]), (w_kv[:, nope:], v)]
     if tokens:
         spread(entries[:, lora:], k[..., nope:])

@@ -106,7 +106,10 @@ def mla_prefill(q: Tensor, k_nope: Tensor, k_rope: Tensor, v: Tensor, q_starts: 
     ``lse``: natural logarithm of each query's summed exponentials; where it sees no key, -inf, and ``out`` is zero.
     With ``out``, which is contiguous, that is written.
     """
-    (tokens, heads, _), nope, rope, size = q.shape, k_nope.shape[2], k_rope.shape[-1], v.shape[2]
+    (tokens, heads, _) = q.shape
+    nope = k_nope.shape[2]
+    rope = k_rope.shape[-1]
+    size = v.shape[2]
     out = torch.empty((tokens, heads, size), dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
     if not tokens:

@@ -17,12 +17,16 @@ from glowplug.kernels.mla.absorbed_fp8 import scaled_product
 
 HEADS = 16  #: query heads a program rotates
 GATHERED = 8  #: cache entries a program of ``gather`` copies
-LINE, LINES = 64, 32  #: numbers of a line of a query, of which all are full, and lines a program of ``in_e4m3`` rounds
+#: numbers of a line of a query, of which all are full, and lines a program of ``in_e4m3`` rounds
+LINE = 64
+LINES = 32
 FEW = 64  #: decoding tokens up to which W_UK's product is quicker in the prologue than as one of cuBLAS,
 FEW_PAIRS = 2048  #: twice as many where tokens times heads are no more than these; of W_UV's product as well
 UV_STORED = 64  #: columns of W_UV's product that a program makes of stored weights
 UK_COLUMNS = 64  #: of one head's product that a program makes
-UV_COLUMNS, UV_ROWS = 32, 32  #: the same of W_UV's, and tokens of them
+#: the same of W_UV's, and tokens of them
+UV_COLUMNS = 32
+UV_ROWS = 32
 
 
 @triton.jit
@@ -184,12 +188,14 @@ def prologue(query: Tensor, compressed: Tensor, norm_weight: Tensor, eps: float,
     for few decoding tokens.
     """
     tokens, heads, size = query.shape
-    lora, decode = norm_weight.shape[0], absorbed.shape[0]
+    lora = norm_weight.shape[0]
+    decode = absorbed.shape[0]
     rope = compressed.shape[1] - lora
     if not tokens:
         return
     block = min(HEADS, next_power_of_2(heads))
-    parts, few = 1 + cdiv(heads, block), 0 < decode <= (2 * FEW if decode * heads <= FEW_PAIRS else FEW)
+    parts = 1 + cdiv(heads, block)
+    few = 0 < decode <= (2 * FEW if decode * heads <= FEW_PAIRS else FEW)
     stored = stored if few else None
     weight, scales = (w_uk, norm_weight.expand(1, 1, -1)) if stored is None else stored
     uk_block = min(UK_COLUMNS, next_power_of_2(lora)) if stored is None else mla_absorbed_fp8.BLOCK
@@ -229,7 +235,8 @@ def project(latent: Tensor, w_uv: Tensor, out: Tensor, follows: bool = False, st
 
 def by_heads(x: Tensor, w: Tensor, out: Tensor, block: int, follows: bool) -> None:
     """x [T, H, K], w [H, K, N] -> out [T, H, N] for few tokens, ``block`` columns a program."""
-    (tokens, heads, size), columns = x.shape, w.shape[2]
+    (tokens, heads, size) = x.shape
+    columns = w.shape[2]
     tile = min(UV_ROWS, _tile(tokens))
     _by_heads[(heads, cdiv(columns, block), cdiv(tokens, tile))](
         x, w, out, tokens, x.stride(0), x.stride(1), *w.stride(), out.stride(0), out.stride(1), SIZE=size,
@@ -259,7 +266,8 @@ def store(latent: Tensor, k_rope: Tensor, cache: Tensor, slots: Tensor) -> None:
 
 def gather(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
     """As ``kernels.mla.gather``."""
-    count, size = slots.shape[0], cache.shape[1]
+    count = slots.shape[0]
+    size = cache.shape[1]
     out = torch.empty(count, size, dtype=dtype, device=cache.device)
     if count:
         _gather[(cdiv(count, GATHERED),)](cache, slots, out, count, cache.stride(0), SIZE=size,

@@ -48,7 +48,8 @@ def mla_reference(q_nope: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor, 
     q_nope [T, H, N], q_rope [T, H, P], latent [M, C], rope [M, P], w_uk [H, N, C], w_uv [H, C, V] -> [T, H, V]; the
     last query sees all M keys, each one before it one less.
     """
-    count, keys = q_nope.shape[0], latent.shape[0]
+    count = q_nope.shape[0]
+    keys = latent.shape[0]
     k_nope = torch.einsum("mc,hnc->mhn", latent.double(), w_uk.double())
     value = torch.einsum("mc,hcv->mhv", latent.double(), w_uv.double())
     scores = torch.einsum("thn,mhn->htm", q_nope.double(), k_nope)
@@ -70,7 +71,8 @@ def prologue(query: Tensor, compressed: Tensor, norm_weight: Tensor, eps: float,
     rotary part, rotated; for the tokens behind D that goes back into ``query``. ``leads`` is of the kernel's. With
     ``stored`` that is multiplied instead of w_uk, which it gives up to rounding.
     """
-    lora, decode = norm_weight.shape[0], absorbed.shape[0]
+    lora = norm_weight.shape[0]
+    decode = absorbed.shape[0]
     rope = compressed.shape[1] - lora
     latent = rms_norm_reference(compressed[:, :lora], norm_weight, eps)
     k_rope = rotate_reference(compressed[:, None, lora:], cos_sin, interleaved)[:, 0]
@@ -132,7 +134,8 @@ def paged_latent_reference(query: Tensor, kv: Tensor, page_table: Tensor, kv_len
     it one less; with ``tree`` int64 [B, W], of the row's W own tokens, which end its keys, a query sees those whose bit
     is set. A query that sees no key gives zeros.
     """
-    rows, (tokens, heads, _) = kv_lens.shape[0], query.shape
+    rows = kv_lens.shape[0]
+    (tokens, heads, _) = query.shape
     width = tokens // rows
     out = torch.zeros(tokens, heads, lora, dtype=torch.float64, device=query.device)
     for row in range(rows):
@@ -158,7 +161,8 @@ def ragged_reference(q: Tensor, k: Tensor, v: Tensor, q_lens: list[int], k_lens:
     With ``causal`` a row's last query sees all its keys, each one before it one less. A query that sees none has zeros
     and -inf.
     """
-    outs, lses = [], []
+    outs = []
+    lses = []
     for queries, keys, values in zip(q.double().split(q_lens), k.double().split(k_lens), v.double().split(k_lens)):
         scores = torch.einsum("thd,mhd->thm", queries, keys) * scale
         if causal:

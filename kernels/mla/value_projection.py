@@ -13,7 +13,9 @@ from torch import Tensor
 from glowplug.kernels.launch import dependent_launch as dependent
 from glowplug.kernels.launch.integers import cdiv, next_power_of_2
 
-COLUMNS, ROWS = 32, 8  #: of one head's product that a program makes, and rows of them
+#: of one head's product that a program makes, and rows of them
+COLUMNS = 32
+ROWS = 8
 AT_ONCE, CHUNK = 9, 8  #: parts up to which all are asked for at once; and of more, at a time
 SHARES = 4  #: into which a product's depth is cut, for warps to sum side by side
 WIDE = 16  #: rows above which a program has 8 warps; both measured with 16 heads on an H200

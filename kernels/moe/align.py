@@ -157,7 +157,8 @@ def align(ids: Tensor, experts: int, block_m: int, others: int = 0) -> Alignment
 
     One launch for few pairs, three for many.
     """
-    pairs, device = ids.numel(), ids.device
+    pairs = ids.numel()
+    device = ids.device
     blocks = max_blocks(pairs - others * ids.shape[0], experts, block_m)
     found = Alignment(*(torch.empty(size, dtype=torch.int32, device=device)
                         for size in (blocks * block_m, blocks, 1, experts)))

@@ -21,7 +21,8 @@ from glowplug.kernels.moe.tiles import Problem, chosen, has_wide_tiles
 
 #: Tokens for which everybody's experts begin before the gate has chosen. NOTE: their programs hold multiprocessors and
 #: wait for the gate's sign (V2-Lite: 132 at most); they start only when all of the gate's and the alignment's have.
-FEWEST_EARLY, MOST_EARLY = 5, 384
+FEWEST_EARLY = 5
+MOST_EARLY = 384
 
 
 def begin(x: Tensor, w13: Tensor, width: int, shared: int, begun: Tensor,
@@ -30,7 +31,8 @@ def begin(x: Tensor, w13: Tensor, width: int, shared: int, begun: Tensor,
     to be called next, with ``begun`` int32 [2], zeros. None: there is nothing to begin with, or a gate that need not
     tell chooses sooner.
     """
-    tokens, (experts, double, hidden) = len(x), w13.shape
+    tokens = len(x)
+    (experts, double, hidden) = w13.shape
     if not shared or not FEWEST_EARLY <= tokens <= MOST_EARLY or not x.is_contiguous():
         return None
     if tokens >= route.many(experts - shared):
@@ -61,7 +63,8 @@ def products(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor,
     if config is None:
         config = chosen(Problem(w13.shape[0], ids.shape[1], w13.shape[2], w2.shape[2], str(x.dtype).split(".")[1]),
                         len(x))
-    up, down = config["up"], config["down"]
+    up = config["up"]
+    down = config["down"]
     if up["way"] == "hopper":
         return _large(x, w13, w2, ids, weights, config, shared if up["apart"] else 0)
     wide = shared if early is not None or has_wide_tiles(up, len(x)) else 0
@@ -76,7 +79,8 @@ def products(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor,
 def _large(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, config: Mapping[str, Config],
            apart: int) -> tuple[Tensor, Tensor]:
     """:func:`products` by the kernel for Hopper, and of the ``apart`` last experts by dense ones."""
-    routed, kept = len(w13) - apart, ids.shape[1] - max(apart - 1, 0)
+    routed = len(w13) - apart
+    kept = ids.shape[1] - max(apart - 1, 0)
     rows = torch.empty(len(x), kept, w2.shape[1], dtype=x.dtype, device=x.device)
     if apart:
         moe_shared.mlp(x, w13[routed:], w2[routed:], rows[:, -1])

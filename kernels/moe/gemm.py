@@ -239,8 +239,12 @@ def wide_tile(tokens: int, up: bool, config: Config) -> tuple[int, int, int]:
 
 def _launch(x: Tensor, w: Tensor, out: Tensor, ids: Tensor, weights: Tensor | None, aligned: Alignment | None,
             config: Config, shared: int = 0, begun: Tensor | None = None) -> Tensor:
-    pairs, (experts, _, depth), columns = ids.numel(), w.shape, out.shape[1]
-    block_m, block_n, block_k = config["block_m"], config["block_n"], config["block_k"]
+    pairs = ids.numel()
+    (experts, _, depth) = w.shape
+    columns = out.shape[1]
+    block_m = config["block_m"]
+    block_n = config["block_n"]
+    block_k = config["block_k"]
     dense = aligned is None
     m_blocks = (experts - shared) * cdiv(ids.shape[0], block_m) if dense else len(aligned.expert_of_block)
     n_blocks = cdiv(columns, block_n)

@@ -267,9 +267,12 @@ def _tiled(value: Tensor, rows: int) -> TensorDescriptor:
 
 def _launch(x: Tensor, w: Tensor, out: Tensor, weights: Tensor | None, aligned: Alignment, pairs: int, topk: int,
             kept: int, config: Config) -> Tensor:
-    columns, depth, width = out.shape[-1], w.shape[2], COLUMNS // (2 if weights is None else 1)
+    columns = out.shape[-1]
+    depth = w.shape[2]
+    width = COLUMNS // (2 if weights is None else 1)
     assert depth % DEPTH == 0 and columns % 8 == 0 and x.element_size() == 2, "sizes that tiles do not fit"
-    n_blocks, parts = -(-columns // width), config["block_m"] // 64
+    n_blocks = -(-columns // width)
+    parts = config["block_m"] // 64
     ring, multiplying, fetching = RINGS[parts]
     programs = min(processors(x.device), len(aligned.expert_of_block) * n_blocks)
     _grouped_hopper[(programs,)](

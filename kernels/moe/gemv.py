@@ -79,7 +79,8 @@ def _lines(w: Tensor) -> int:
 
 def up(x: Tensor, w13: Tensor, ids: Tensor, config: Mapping[str, Any]) -> Tensor:
     """As ``moe_gemm.up``. config: block_n, block_k, warps."""
-    columns, depth = w13.shape[1] // 2, w13.shape[2]
+    columns = w13.shape[1] // 2
+    depth = w13.shape[2]
     out = torch.empty(ids.numel(), columns, dtype=x.dtype, device=x.device)
     _up[(cdiv(columns, config["block_n"]), ids.numel())](
         x, w13, out, ids, columns, depth, TOPK=ids.shape[1], DEPTH=depth, BLOCK_N=config["block_n"],
@@ -90,7 +91,8 @@ def up(x: Tensor, w13: Tensor, ids: Tensor, config: Mapping[str, Any]) -> Tensor
 
 def down(h: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, config: Mapping[str, Any]) -> Tensor:
     """h [T * K, I], w2 [E, H, I], weights float32 [T, K] -> the weighted sum of each token's experts [T, H]."""
-    columns, depth = w2.shape[1], w2.shape[2]
+    columns = w2.shape[1]
+    depth = w2.shape[2]
     out = torch.empty(ids.shape[0], columns, dtype=h.dtype, device=h.device)
     _down[(cdiv(columns, config["block_n"]), ids.shape[0])](
         h, w2, out, ids, weights, columns, depth, TOPK=ids.shape[1], DEPTH=depth, BLOCK_N=config["block_n"],

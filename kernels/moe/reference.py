@@ -35,7 +35,8 @@ def experts_host(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tenso
     Few pairs: matrix-vector products. Even loads: one padded batched product over all experts, which uses every core.
     Otherwise (many experts, few hit): a loop over the experts hit.
     """
-    tokens, pairs = ids.shape[0], ids.numel()
+    tokens = ids.shape[0]
+    pairs = ids.numel()
     experts = w13.shape[0]
     if not tokens:
         return torch.zeros_like(x)
@@ -56,7 +57,8 @@ def _pairwise(x: Tensor, w13: Tensor, w2: Tensor, ids: Tensor, weights: Tensor, 
     rows = x.unsqueeze(1).unbind()
     hidden = torch.cat([torch.mm(row, w13[e]) for row, experts in zip(rows, chosen) for e in experts])
     inner = (activate(hidden) * weights.to(x.dtype).view(-1, 1)).unsqueeze(1).unbind()
-    out, pair = [], iter(inner)
+    out = []
+    pair = iter(inner)
     for experts in chosen:
         total = torch.mm(next(pair), w2[experts[0]])
         for expert in experts[1:]:
@@ -78,7 +80,9 @@ def experts_some_host(
         return out.to(x.dtype)
     pairs = here[np.argsort(chosen[here], kind="stable")]
     hit, sizes = np.unique(chosen[pairs], return_counts=True)
-    experts, each, token = hit.tolist(), sizes.tolist(), torch.from_numpy(pairs // ids.shape[1])
+    experts = hit.tolist()
+    each = sizes.tolist()
+    token = torch.from_numpy(pairs // ids.shape[1])
     rows = torch.split(x.index_select(0, token), each)
     inner = torch.split(activate(torch.cat([torch.mm(part, w13[e]) for part, e in zip(rows, experts)])), each)
     y = torch.cat([torch.mm(part, w2[e]) for part, e in zip(inner, experts)])
@@ -98,7 +102,8 @@ def _padded(
     activate: Activation,
 ) -> Tensor:
     """[T * K, H], one row a pair, from [E, most, .] batched products; padding rows repeat token 0."""
-    experts, width = len(counts), len(flat) // x.shape[0]
+    experts = len(counts)
+    width = len(flat) // x.shape[0]
     order, place = _sorted_places(flat, counts)
     cell = flat[order] * most + place
     source = np.zeros(experts * most, np.int64)

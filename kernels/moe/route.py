@@ -185,7 +185,8 @@ def _tickets(device: torch.device) -> Tensor:
 
 def _blocks(tokens: int, experts: int, hidden: int) -> tuple[int, int, int, int]:
     """(tokens, experts and channels of a block, splits of the depth)."""
-    wide, deep = next_power_of_2(experts), next_power_of_2(hidden)
+    wide = next_power_of_2(experts)
+    deep = next_power_of_2(hidden)
     if tokens <= VECTOR and deep <= DEEPEST:
         return 1, 1, deep, 1
     depth = min(128, max(16, deep))
@@ -223,7 +224,8 @@ def route(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, groups: int, t
     scores: the lower number first. A score that is no number gives valid ids with weights that are none either. With
     more than ``VECTOR`` tokens ``begun[0]`` (int32) becomes 1 as soon as x is there.
     """
-    tokens, (experts, hidden) = x.shape[0], weight.shape
+    tokens = x.shape[0]
+    (experts, hidden) = weight.shape
     ids = torch.empty(tokens, k + appended, dtype=torch.int32, device=x.device)
     weights = torch.empty(ids.shape, device=x.device)
     if not tokens:
@@ -241,7 +243,8 @@ def route(x: Tensor, weight: Tensor, bias: Tensor | None, k: int, groups: int, t
     bt, be, bk, splits = _blocks(tokens, experts, hidden)
     split_depth = cdiv(cdiv(hidden, bk), splits) * bk
     logits = torch.empty(splits, tokens, experts, device=x.device)
-    e_blocks, blocks = cdiv(experts, be), cdiv(tokens, bt)
+    e_blocks = cdiv(experts, be)
+    blocks = cdiv(tokens, bt)
     assert blocks <= TICKETS, "more tokens than a step may hold"
     at_once = bt == 1 or (not grouped and experts <= AT_ONCE)
     choice = {**rule, "SPLITS": splits, **dependent.options()}

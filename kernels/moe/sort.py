@@ -70,7 +70,9 @@ def gather_rows(x: Tensor, x_scales: Tensor, order: Alignment, ids: Tensor) -> t
     Returns values [R, N], scales [R, ceil(N / 128)] with rows side by side, place int32 [T * K]. Rows of padding are
     not written. R is a multiple of 16.
     """
-    rows, (tokens, depth), groups = order.sorted_pairs.shape[0], x.shape, x_scales.shape[1]
+    rows = order.sorted_pairs.shape[0]
+    (tokens, depth) = x.shape
+    groups = x_scales.shape[1]
     values = torch.empty(rows, depth, dtype=x.dtype, device=x.device)
     scales = torch.empty(groups, rows, device=x.device)
     place = torch.empty(ids.numel(), dtype=torch.int32, device=x.device)
@@ -88,7 +90,8 @@ def sum_placed(y: Tensor, place: Tensor, ids: Tensor, weights: Tensor) -> Tensor
 
     Float32, in the order of K; rows of experts held elsewhere (-1) are not read.
     """
-    (tokens, width), size = ids.shape, y.shape[1]
+    (tokens, width) = ids.shape
+    size = y.shape[1]
     out = torch.empty(tokens, size, dtype=y.dtype, device=y.device)
     block = min(1024, next_power_of_2(size))
     _sum[(tokens, cdiv(size, block))](y, place, ids, weights, out, size, WIDTH=width, BLOCK=block,

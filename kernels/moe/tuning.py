@@ -122,7 +122,8 @@ class Bench:
 
     @staticmethod
     def make(problem: Problem, shared: int, held: int = 0, device: str = "cuda") -> Bench:
-        count, dtype = held or problem.experts, getattr(torch, problem.dtype)
+        count = held or problem.experts
+        dtype = getattr(torch, problem.dtype)
         w13 = torch.empty(count, 2 * problem.inter, problem.hidden, dtype=dtype, device=device).normal_(std=0.02)
         w2 = torch.empty(count, problem.hidden, problem.inter, dtype=dtype, device=device).normal_(std=0.02)
         return Bench(problem, w13, w2, shared)
@@ -194,7 +195,8 @@ def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 3) -> flo
     graph.replay()
     times = []
     for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         begin.record()
         graph.replay()
         end.record()

@@ -15,11 +15,16 @@ from glowplug.kernels.launch import dependent_launch as dependent
 from glowplug.kernels.launch.integers import next_power_of_2
 
 #: bits of a row's flags
-PENALTIES, ALLOWED, LISTED = 1, 2, 4
+PENALTIES = 1
+ALLOWED = 2
+LISTED = 4
 #: bits of a token's entry in the table: it is not allowed; it is in the prompt. The rest counts it in the output
-FORBIDDEN, IN_PROMPT = -(1 << 31), 1 << 30
+FORBIDDEN = -(1 << 31)
+IN_PROMPT = 1 << 30
 
-_PENALTIES, _ALLOWED, _LISTED = tl.constexpr(PENALTIES), tl.constexpr(ALLOWED), tl.constexpr(LISTED)
+_PENALTIES = tl.constexpr(PENALTIES)
+_ALLOWED = tl.constexpr(ALLOWED)
+_LISTED = tl.constexpr(LISTED)
 _IN_PROMPT = tl.constexpr(IN_PROMPT)
 
 

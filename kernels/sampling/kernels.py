@@ -271,7 +271,8 @@ class Grid(NamedTuple):
 
 def best(logits: Tensor, arrived: Tensor) -> Choice:
     """logits float32 [N, V], rows may be strided; ``arrived`` int32 [N or more], zeros before and after."""
-    grid, choice = Grid.over(logits), _choice(logits)
+    grid = Grid.over(logits)
+    choice = _choice(logits)
     if len(logits):
         keys = torch.empty(grid.programs, dtype=torch.int64, device=logits.device)
         _best[grid.programs](logits, keys, arrived, *choice, *grid.sizes, BLOCK=BLOCK, BLOCKS=grid.blocks,
@@ -285,7 +286,8 @@ def best_edited(logits: Tensor, arrived: Tensor, rows: Tensor, positions: Tensor
 
     ``ahead`` int64 [N, W - 1]: tokens that penalties count although they were not observed yet, -1: none.
     """
-    grid, choice = Grid.over(logits), _choice(logits)
+    grid = Grid.over(logits)
+    choice = _choice(logits)
     if len(logits):
         keys = torch.empty(grid.programs, dtype=torch.int64, device=logits.device)
         count = 0 if ahead is None else ahead.shape[1]
@@ -298,7 +300,8 @@ def best_edited(logits: Tensor, arrived: Tensor, rows: Tensor, positions: Tensor
 
 
 def _choice(logits: Tensor) -> Choice:
-    rows, device = logits.shape[0], logits.device
+    rows = logits.shape[0]
+    device = logits.device
     return Choice(torch.empty(rows, dtype=torch.int64, device=device), torch.empty(rows, device=device),
                   torch.empty(rows, dtype=torch.bool, device=device),
                   torch.empty(rows, dtype=torch.int32, device=device))
@@ -310,7 +313,8 @@ def cut_off(logits: Tensor, choice: Choice, rows: Tensor, parameters: RowParamet
 
     Rows colder than ``coldest`` are greedy and left alone, as are rows whose limit is off.
     """
-    grid, device = Grid.over(logits), logits.device
+    grid = Grid.over(logits)
+    device = logits.device
     low, steps = (torch.empty(len(rows), dtype=torch.int32, device=device) for _ in range(2))
     goals = torch.empty(len(rows), dtype=torch.float64, device=device)
     parts = torch.empty(*grid.programs, PIVOTS + 1, device=device)

@@ -52,10 +52,13 @@ def token_logprobs(logits: Tensor, tokens: Tensor, peaks: Tensor, k: int,
                    arrived: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As ``kernels.sampling.token_logprobs``, of equal ones the lower id first. peaks float32 [N]: each row's largest
     logit; ``arrived`` as in ``sampling.best``."""
-    grid, rows, device = sampling.Grid.over(logits), len(logits), logits.device
+    grid = sampling.Grid.over(logits)
+    rows = len(logits)
+    device = logits.device
     k = min(k, logits.shape[1])
     most = max(1, k)
-    scores, top = torch.empty(rows, device=device), torch.empty(rows, most, device=device)
+    scores = torch.empty(rows, device=device)
+    top = torch.empty(rows, most, device=device)
     top_ids = torch.empty(rows, most, dtype=torch.int64, device=device)
     if rows:
         masses = torch.empty(grid.programs, device=device)

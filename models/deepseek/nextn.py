@@ -29,7 +29,8 @@ class DeepseekNextN(Module):
     def __init__(self, context: BuildContext, target: DecoderModel, number: int = 0) -> None:
         facts = context.facts
         config = DeepseekConfig.read(facts)
-        hidden, self.layer_number = config.hidden, facts.num_layers + number
+        hidden = config.hidden
+        self.layer_number = facts.num_layers + number
         self.prefix = f"model.layers.{self.layer_number}"
         self.own_embed = Embedding(context, f"{self.prefix}.embed_tokens", facts.vocab_size, hidden) \
             if f"{self.prefix}.embed_tokens.weight" in facts.tensors else None

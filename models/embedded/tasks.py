@@ -54,9 +54,11 @@ COLUMNS = ("Ones", "Tens", "Hundreds")
 
 
 def _add_working(a: int, b: int) -> str:
-    steps, carry = [], 0
+    steps = []
+    carry = 0
     for column in range(max(len(str(a)), len(str(b)))):
-        x, y = a // 10**column % 10, b // 10**column % 10
+        x = a // 10**column % 10
+        y = b // 10**column % 10
         total = x + y + carry
         carried = f" + {carry}" if carry else ""
         carry = total // 10
@@ -67,9 +69,11 @@ def _add_working(a: int, b: int) -> str:
 def _subtract_working(a: int, b: int) -> str:
     if a < b:
         return f"{b} is larger than {a}, so the answer is negative. {b} - {a} = {b - a}. So {a} - {b} = {a - b}."
-    steps, borrow = [], 0
+    steps = []
+    borrow = 0
     for column in range(len(str(a))):
-        x, y = a // 10**column % 10, b // 10**column % 10
+        x = a // 10**column % 10
+        y = b // 10**column % 10
         digit = x - y - borrow
         borrowed = f" - {borrow}" if borrow else ""
         borrow = int(digit < 0)
@@ -94,12 +98,14 @@ SUBTRACT = (
 
 
 def _add(rng: random.Random) -> Draft:
-    a, b = _operand(rng), _operand(rng)
+    a = _operand(rng)
+    b = _operand(rng)
     return f"{a},{b}", rng.choice(ADD).format(a=a, b=b), str(a + b), _add_working(a, b)
 
 
 def _subtract(rng: random.Random) -> Draft:
-    a, b = _operand(rng), _operand(rng)
+    a = _operand(rng)
+    b = _operand(rng)
     if a < b and rng.random() < 0.85:
         a, b = b, a
     return f"{a},{b}", rng.choice(SUBTRACT).format(a=a, b=b), str(a - b), _subtract_working(a, b)
@@ -160,7 +166,8 @@ def _reverse(rng: random.Random) -> Draft:
         number = str(rng.randrange(10**6)) if rng.random() < 0.5 else str(rng.randrange(10**4))
         return number, rng.choice(DIGITS).format(x=number), number[::-1], f"The digits are {' '.join(number)}."
     items = _items(rng, 2, 7)
-    text, answer = ", ".join(items), ", ".join(reversed(items))
+    text = ", ".join(items)
+    answer = ", ".join(reversed(items))
     asked = rng.choice(REVERSE).format(x=_listed(rng, items))
     return text, asked, answer, f"The last is {items[-1]} and the first is {items[0]}."
 
@@ -184,12 +191,14 @@ def _sort(rng: random.Random) -> Draft:
     size = rng.randint(2, 6)
     if rng.random() < 0.25:
         letters = rng.sample(LETTERS.upper(), size)
-        text, answer = ", ".join(letters), ", ".join(sorted(letters))
+        text = ", ".join(letters)
+        answer = ", ".join(sorted(letters))
         asked = rng.choice(ALPHABET).format(x=_listed(rng, letters))
         return text, asked, answer, f"The first in the alphabet is {min(letters)}."
     top = rng.choice((10, 100, 100, 1000))
     numbers = rng.sample(range(top), size)
-    text, shown = ", ".join(map(str, numbers)), _listed(rng, [str(number) for number in numbers])
+    text = ", ".join(map(str, numbers))
+    shown = _listed(rng, [str(number) for number in numbers])
     if rng.random() < 0.25:
         answer = ", ".join(map(str, sorted(numbers, reverse=True)))
         return f"down {text}", rng.choice(DESCENDING).format(x=shown), answer, f"The largest is {max(numbers)}."
@@ -212,7 +221,8 @@ def _count(rng: random.Random) -> Draft:
     if rng.random() < 0.4:
         kinds = rng.sample(NOUNS, rng.randint(2, 3))
         items = rng.choices(kinds, k=rng.randint(2, 8))
-        text, word = ", ".join(items), kinds[0]
+        text = ", ".join(items)
+        word = kinds[0]
         working = f"I look for {word}: " + " ".join("yes" if item == word else "no" for item in items) + "."
         return f"{word}: {text}", rng.choice(OCCURRENCES).format(w=word, x=text), str(items.count(word)), working
     items = rng.sample(NOUNS, rng.randint(1, 10))
@@ -222,25 +232,31 @@ def _count(rng: random.Random) -> Draft:
 
 
 def _lookup(rng: random.Random) -> Draft:
-    size, form = rng.randint(2, 6), rng.randrange(4)
+    size = rng.randint(2, 6)
+    form = rng.randrange(4)
     asks: tuple[str, ...]
     if form in (0, 1):
-        keys, values = rng.sample(NOUNS, size), [str(n) for n in rng.sample(range(100), size)]
+        keys = rng.sample(NOUNS, size)
+        values = [str(n) for n in rng.sample(range(100), size)]
         wanted = rng.randrange(size)
         table = ", ".join(f"{k}={v}" if form else f"{k}: {v}" for k, v in zip(keys, values, strict=True))
         asks = ("{t}. What is {k}?", "Given {t}. What is the value of {k}?", "Look up {k} in this list: {t}",
                 "In this list, what is {k}? {t}", "List: {t}. Find {k}.")  # fmt: skip
     elif form == 2:
-        keys, values = rng.sample(NAMES, size), rng.choices([str(n) for n in range(2, 100)], k=size)
-        wanted, thing = rng.randrange(size), plural(rng.choice(NOUNS))
+        keys = rng.sample(NAMES, size)
+        values = rng.choices([str(n) for n in range(2, 100)], k=size)
+        wanted = rng.randrange(size)
+        thing = plural(rng.choice(NOUNS))
         table = ", ".join(f"{k} has {v} {thing}" for k, v in zip(keys, values, strict=True))
         asks = (f"{{t}}. How many {thing} does {{k}} have?",)
     else:
-        keys, values = rng.sample(NOUNS, size), rng.choices(COLOURS, k=size)
+        keys = rng.sample(NOUNS, size)
+        values = rng.choices(COLOURS, k=size)
         wanted = rng.randrange(size)
         table = ", ".join(f"the {k} is {v}" for k, v in zip(keys, values, strict=True)).capitalize()
         asks = ("{t}. What color is the {k}?", "{t}. Which color is the {k}?")
-    key, value = keys[wanted], values[wanted]
+    key = keys[wanted]
+    value = values[wanted]
     return f"{table}|{key}", rng.choice(asks).format(t=table, k=key), value, f"I look for {key} and find {value}."
 
 

@@ -91,7 +91,8 @@ class RadixCache:
             keep, evicted = self._room(node, len(pages) - depth)
             unneeded += [evicted, pages[depth + keep :]]
             if keep:
-                start, end = depth * self.page_size, (depth + keep) * self.page_size
+                start = depth * self.page_size
+                end = (depth + keep) * self.page_size
                 node = self._add(node, tokens[start:end], pages[depth : depth + keep])
         self._offer(node)
         self._prune(root)
@@ -155,7 +156,10 @@ class RadixCache:
 
     def _walk(self, root: Node, tokens: Ints) -> tuple[Spot, list[Ints]]:
         """The deepest spot whose path is a prefix of ``tokens``, and the pages on the way."""
-        size, node, at, found = self.page_size, root, 0, []
+        size = self.page_size
+        node = root
+        at = 0
+        found = []
         spot = Spot(root, 0)
         whole = len(tokens) // size * size
         tokens = np.ascontiguousarray(tokens[:whole], np.int32)
@@ -180,7 +184,8 @@ class RadixCache:
 
     def _split(self, spot: Spot) -> Node:
         """The node that ends exactly at ``spot``. A split leaves the given node as the lower half."""
-        node, at = spot.node, spot.pages
+        node = spot.node
+        at = spot.pages
         if at in (END, len(node.pages)):
             return node
         assert 0 < at < len(node.pages) and node.parent is not None
@@ -188,7 +193,9 @@ class RadixCache:
         upper = Node(node.tokens[:cut].copy(), node.pages[:at].copy(), node.parent, node.salt,
                      locks=node.locks, used=node.used)
         node.parent.children[self._key(upper)] = upper
-        node.tokens, node.pages, node.parent = node.tokens[cut:].copy(), node.pages[at:].copy(), upper
+        node.tokens = node.tokens[cut:].copy()
+        node.pages = node.pages[at:].copy()
+        node.parent = upper
         upper.children[self._key(node)] = node
         self._nodes += 1
         spot.node = upper
@@ -207,7 +214,8 @@ class RadixCache:
         given = node.pages[keep:]
         self._held -= len(given)
         if keep:
-            node.tokens, node.pages = node.tokens[: keep * self.page_size].copy(), node.pages[:keep].copy()
+            node.tokens = node.tokens[: keep * self.page_size].copy()
+            node.pages = node.pages[:keep].copy()
             self._offer(node)
             return given
         parent = node.parent
@@ -251,7 +259,8 @@ class RadixCache:
         """Lock or unlock the path from ``leaf`` to its root."""
         node: Node | None = leaf
         while node is not None:
-            before, node.locks = node.locks, node.locks + delta
+            before = node.locks
+            node.locks = node.locks + delta
             assert node.locks >= 0, "unlocked more often than locked"
             if before == 0:
                 self._locked += len(node.pages)

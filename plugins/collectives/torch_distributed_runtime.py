@@ -38,9 +38,12 @@ class Gloo:
 
     def __init__(self, options: TorchDistributedOptions, plan: EnginePlan, worker: Worker,
                  store: dist.Store | None = None) -> None:
-        self._rank, self._ranks, self._device = worker.rank, worker.ranks, worker.device
+        self._rank = worker.rank
+        self._ranks = worker.ranks
+        self._device = worker.device
         self._timeout = timedelta(seconds=options.timeout)
-        self._interface, self._rendezvous = options.interface, worker.rendezvous
+        self._interface = options.interface
+        self._rendezvous = worker.rendezvous
         self._groups: dict[tuple[int, ...], Any] = {}
         self._of: dict[str, Any] = {}
         self._store = store or open_store(worker.rendezvous, worker.rank, worker.ranks, options.timeout)

@@ -57,7 +57,8 @@ class InlineExecutor:
         if self._dead is not None:
             raise EngineDead(self._dead)
         if self._progress:
-            progress, self._progress = self._progress, []
+            progress = self._progress
+            self._progress = []
             return encode(progress)
         assert self._engine is not None, "outputs before start"
         try:

@@ -47,7 +47,8 @@ class Queues:
         return True
 
     def recv_bytes(self) -> bytes:
-        found, self._next = self._next, None
+        found = self._next
+        self._next = None
         assert found is not None, "poll first"
         return found
 
@@ -60,7 +61,8 @@ class RankActor:
     """
 
     def __init__(self, rank: int, limit: float) -> None:
-        self._rank, self._limit = rank, limit
+        self._rank = rank
+        self._limit = limit
         self._pipe = Queues()
         self._unpolled = 0
 

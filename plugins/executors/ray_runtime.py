@@ -103,7 +103,8 @@ class RayExecutor:
 
         from glowplug.plugins.executors.ray_actor import RankActor
 
-        per, cards = plan.ranks // plan.hosts, int(plan.device != "cpu")
+        per = plan.ranks // plan.hosts
+        cards = int(plan.device != "cpu")
         bundle = {"CPU": per, **({"GPU": per} if cards else {})}
         self._group = placement_group([bundle] * plan.hosts, "STRICT_SPREAD" if plan.hosts > 1 else "STRICT_PACK")
         if not self._group.wait(PLACE):
@@ -214,7 +215,8 @@ class RayExecutor:
         """Reads on for a moment, longer when ranks have only lost peers; then the first cause is what we died of."""
         started = time.monotonic()
         for _ in self._rounds():
-            waited, kind = time.monotonic() - started, first_cause(self._watch.troubles).kind
+            waited = time.monotonic() - started
+            kind = first_cause(self._watch.troubles).kind
             if kind == Kind.CONSEQUENCE and waited > QUIET:
                 self._watch.look(QUIET)
                 kind = first_cause(self._watch.troubles).kind
@@ -239,7 +241,8 @@ class RayExecutor:
         import ray
         from ray.util.placement_group import remove_placement_group
 
-        actors, self._actors = self._actors, []
+        actors = self._actors
+        self._actors = []
         with contextlib.suppress(Exception):  # NOTE: Ray itself may be what has gone
             for actor in actors:
                 ray.kill(actor)

@@ -79,7 +79,8 @@ def default_sizes() -> tuple[int, ...]:
 def check_cuda_graph(context: CheckContext) -> Iterator[Refusal]:
     """Sizes that leave something to capture, and one rank."""
     options: CudaGraphOptions = context.options
-    smallest, asked = min(options.batch_sizes or (1,)), context.config.scheduler.max_running_requests
+    smallest = min(options.batch_sizes or (1,))
+    asked = context.config.scheduler.max_running_requests
     rows = asked or DEFAULTS["cuda"][0]
     if options.max_batch is not None and smallest > options.max_batch:
         yield Refusal(NAME, "graphs.max_batch", f"every batch size to capture is above {options.max_batch}, the "

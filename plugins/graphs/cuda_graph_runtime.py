@@ -36,9 +36,13 @@ class CudaGraph:
 
     def __init__(self, options: CudaGraphOptions, plan: EnginePlan, worker: Worker,
                  recorder: Recorder | None = None, tape: Tape | None = None) -> None:
-        self._options, self._plan, self._device = options, plan, torch.device(worker.device)
-        self._recorder, self._tape = recorder, tape
-        self._passes, self._extends = Passes(), Extends()
+        self._options = options
+        self._plan = plan
+        self._device = torch.device(worker.device)
+        self._recorder = recorder
+        self._tape = tape
+        self._passes = Passes()
+        self._extends = Extends()
         self._slots: dict[Mode, dict[int, Slot]] = {}
         self._sizes: dict[Mode, list[int]] = {}
         self._short: dict[int, Slot] = {}
@@ -52,7 +56,8 @@ class CudaGraph:
                 *(Shape.of(mode, rows, sizes, sizes.short_keys) for rows in reversed(sizes.short_rows))]
 
     def capture(self, steps: Steps, report: Callable[[int, int], None]) -> None:
-        sizes, recorder = self._plan.sizes, self._recorder
+        sizes = self._plan.sizes
+        recorder = self._recorder
         tape = self._tape
         if recorder is None:
             recorder = own = CudaRecorder(self._device)
@@ -87,7 +92,8 @@ class CudaGraph:
 
     def _capture_one(self, steps: Steps, slot: Slot) -> None:
         """Every way of sampling in turn; what they share is captured with the first."""
-        shape, sampler = slot.shape, steps.sampler
+        shape = slot.shape
+        sampler = steps.sampler
         nothing = _no_rows(slot.batch)
         try:
             for params in SAMPLED if shape.rows & (shape.rows - 1) else SAMPLED + SELDOM:
@@ -141,7 +147,11 @@ class CudaGraph:
 
     def close(self) -> None:
         self._extends.release()
-        self._slots, self._sizes, self._short, self._passes, self._extends = {}, {}, {}, Passes(), Extends()
+        self._slots = {}
+        self._sizes = {}
+        self._short = {}
+        self._passes = Passes()
+        self._extends = Extends()
 
 
 def _no_rows(batch: Batch) -> Batch:

@@ -23,7 +23,10 @@ class Compiled:
     tokens; ``plain(*args)`` for more, and while a graph is captured that was not run before."""
 
     def __init__(self, function: Callable[..., Any], plain: Callable[..., Any], most: int, varying: int = 1) -> None:
-        self._function, self._plain, self._most, self._varying = function, plain, most, varying
+        self._function = function
+        self._plain = plain
+        self._most = most
+        self._varying = varying
         self._programs: dict[Hashable, tuple[Callable[..., Any], Callable[..., Any]]] = {}  # one token, several
 
     def __call__(self, *args: Any) -> Any:

@@ -28,7 +28,8 @@ class TorchCompileOptions(OpsOptions):
 
 def check_torch_compile(context: CheckContext) -> Iterator[Refusal]:
     """Inductor writes C++ for a CPU and Triton for CUDA, and needs what compiles them."""
-    software, fix = context.facts.software, 'ops.use = "auto"'
+    software = context.facts.software
+    fix = 'ops.use = "auto"'
     if context.values["device"] == "cpu" and not software.cxx:
         yield Refusal(NAME, "ops.use", "torch.compile needs a C++ compiler on a CPU, and none is installed",
                       f"install g++, or name one in CXX; or {fix}")

@@ -36,9 +36,12 @@ class TorchCompileOps:
         self._add = Compiled(_add_rms_norm, base.add_rms_norm, most, varying=2)
         self._add_pairs = Compiled(_add_pairs_rms_norm, _unfolded(base.add_rms_norm), most, varying=3)
         self.adds_parts = base.adds_parts
-        self.rope_table, self.rope_at, self.rope = base.rope_table, base.rope_at, base.rope
+        self.rope_table = base.rope_table
+        self.rope_at = base.rope_at
+        self.rope = base.rope
         self.fused: Mapping[tuple[str, str], Callable[..., Any]] = base.fused
-        self.route, self.route_signalling = base.route, base.route_signalling
+        self.route = base.route
+        self.route_signalling = base.route_signalling
 
     def add_rms_norm(self, x: Tensor | Parts, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if isinstance(x, Parts):

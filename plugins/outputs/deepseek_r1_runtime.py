@@ -8,7 +8,8 @@ from glowplug.core.plan.plan import EnginePlan
 from glowplug.core.protocols import Piece, Worker
 from glowplug.plugins.outputs.deepseek_r1 import DeepseekR1Options
 
-OPEN, CLOSE = "<think>", "</think>"
+OPEN = "<think>"
+CLOSE = "</think>"
 
 
 class DeepseekR1:
@@ -60,15 +61,18 @@ class ThinkParser:
             return []
         if self._state is State.CONTENT:
             return [Piece("content", text)]
-        text, self._held = self._held + text, ""
+        text = self._held + text
+        self._held = ""
         if self._state is State.START:
             return self._start(text)
         return self._reasoning(text) if self._state is State.REASONING else self._gap(text)
 
     def finish(self) -> list[Piece]:
         """The text has ended: a tag that was never completed is text; reasoning that was never closed stays so."""
-        held, blank = self._held, "".join(self._blank)
-        self._held, self._blank = "", []
+        held = self._held
+        blank = "".join(self._blank)
+        self._held = ""
+        self._blank = []
         if self._state is State.REASONING or (self._state is State.START and self._inside):
             return [Piece("reasoning", (blank if self._begun else "") + held)] if held else []
         if self._state is State.START and blank + held:
@@ -82,9 +86,11 @@ class ThinkParser:
             self._held = stripped
             return []
         if stripped.startswith(OPEN) or self._inside:
-            self._state, self._blank = State.REASONING, []
+            self._state = State.REASONING
+            self._blank = []
             return self._reasoning(stripped.removeprefix(OPEN))
-        self._state, blank = State.CONTENT, "".join(self._blank)
+        self._state = State.CONTENT
+        blank = "".join(self._blank)
         return [Piece("content", blank + stripped)]
 
     def _reasoning(self, text: str) -> list[Piece]:
@@ -98,10 +104,12 @@ class ThinkParser:
         pieces = []
         if solid:
             pieces.append(Piece("reasoning", "".join(self._blank) + solid))
-            self._begun, self._blank = True, []
+            self._begun = True
+            self._blank = []
         self._blank.append(body[len(solid) :])
         if closed:
-            self._state, self._blank = State.GAP, []
+            self._state = State.GAP
+            self._blank = []
             pieces += self._gap(rest)
         return pieces
 

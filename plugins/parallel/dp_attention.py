@@ -28,7 +28,9 @@ def check_dp_attention(context: CheckContext) -> Iterator[Refusal]:
     """
     held = context.chosen["parallel"]
     place = next((at for at, chosen in enumerate(held) if chosen.options is context.options), 0)
-    field, groups, ranks = f"parallel.{place}.size", context.options.size, context.values["mesh"].get("tp", 1)
+    field = f"parallel.{place}.size"
+    groups = context.options.size
+    ranks = context.values["mesh"].get("tp", 1)
     if not any(isinstance(before.offers, ParallelOffers) and "tp" in before.offers.axes for before in held[:place]):
         yield Refusal(NAME, f"parallel.{place}.use", "data-parallel attention deals tensor ranks to its groups, and no "
                       "strategy listed before it defines any",

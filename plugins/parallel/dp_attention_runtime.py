@@ -31,7 +31,8 @@ class LeastLoaded:
     """
 
     def __init__(self, group: int, groups: int, leads: bool) -> None:
-        self.group, self.leads = group, leads
+        self.group = group
+        self.leads = leads
         self.loads = [0] * groups
 
     def owns(self, sequence: Sequence) -> bool:
@@ -49,9 +50,11 @@ class DpAttention(Unsplit):
 
     def __init__(self, options: DpAttentionOptions, plan: EnginePlan, worker: Worker) -> None:
         assert worker.collectives is not None, "groups exchange through the rank's collectives"
-        self._collectives, self._groups = worker.collectives, options.size
+        self._collectives = worker.collectives
+        self._groups = options.size
         own = coordinates(worker.rank, plan.mesh)
-        self._group, self._within = own["dp"], own["attn_tp"]
+        self._group = own["dp"]
+        self._within = own["attn_tp"]
         self._ranks_a_group = axis_size("attn_tp", plan.mesh)
         self._leaders = [rank for rank in range(plan.ranks) if coordinates(rank, plan.mesh)["attn_tp"] == 0]
         self._router = LeastLoaded(self._group, self._groups, self._within == 0)

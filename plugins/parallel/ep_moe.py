@@ -45,7 +45,8 @@ def check_ep_moe(context: CheckContext) -> Iterator[Refusal]:
 
 
 def _sizes(context: CheckContext, section: str, experts: list[int]) -> Iterator[Refusal]:
-    size, tp = context.options.size, context.values["mesh"].get("tp", 1)
+    size = context.options.size
+    tp = context.values["mesh"].get("tp", 1)
     fitting = [n for n in range(1, tp + 1) if tp % n == 0 and not any(count % n for count in experts)]
     sizes = " or ".join(map(str, fitting))
     for count in sorted({count for count in experts if count % size}):

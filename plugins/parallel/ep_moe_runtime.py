@@ -30,8 +30,10 @@ class EpMoe(Unsplit):
     def __init__(self, options: EpMoeOptions, plan: EnginePlan, worker: Worker) -> None:
         at = coordinates(worker.rank, plan.mesh)
         self._at = {axis: (at.get(axis, 0), axis_size(axis, plan.mesh)) for axis in ("tp", "ep", "moe_tp", "attn_tp")}
-        self._exchange, self._counts = EXCHANGES[options.exchange], options.count_load
-        self._collectives, self._device = worker.collectives, worker.device
+        self._exchange = EXCHANGES[options.exchange]
+        self._counts = options.count_load
+        self._collectives = worker.collectives
+        self._device = worker.device
 
     def shard(self, role: str, name: str, full: int, block: int = 1) -> Shard | None:
         if role == "experts":

@@ -40,7 +40,8 @@ class Exchange:
     load: Tensor | None = None
 
     def __init__(self, layout: Layout, collectives: Collectives, device: str, count_load: bool) -> None:
-        self._layout, self._collectives = layout, collectives
+        self._layout = layout
+        self._collectives = collectives
         if count_load:
             # NOTE: ids of -1 are counted too, in front of the experts' own counts: no mask, no wait for the device
             self._counts = torch.zeros(layout.experts + 1, dtype=torch.int64, device=device)
@@ -59,7 +60,9 @@ class Exchange:
         most = tokens if batch.agreed is None else batch.agreed.tokens
         assert tokens <= most, f"{tokens} tokens in a step agreed to have {most}"
         self._rows, part = self._own(tokens, most)
-        x, ids, weights = x[part], ids[part], weights[part]
+        x = x[part]
+        ids = ids[part]
+        weights = weights[part]
         self._count(ids)
         missing = self._rows - x.shape[0]
         if not missing:
@@ -80,7 +83,8 @@ class Exchange:
     def _finish(self, own: Tensor, tokens: int, partial: Tensor | None, dtype: torch.dtype) -> Tensor:
         """own float32 [S, hidden], complete -> [tokens, hidden] of the whole group, ``partial`` added."""
         if partial is not None:
-            ranks, hidden = self._layout.group[1], partial.shape[1]
+            ranks = self._layout.group[1]
+            hidden = partial.shape[1]
             slices = F.pad(partial, (0, 0, 0, ranks * self._rows - tokens)).view(ranks, self._rows, hidden)
             own = add_up(self._collectives.all_to_all(slices, "attn_tp")) + own
         return self._collectives.all_gather(own.to(dtype), "attn_tp")[:tokens]

@@ -42,8 +42,10 @@ class TorchSampler:
         self._default_seed = plan.seed
 
     def reserve(self, limits: Limits) -> None:
-        rows, device = limits.rows, self._device
-        self._vocab, self._width = limits.vocab, limits.width
+        rows = limits.rows
+        device = self._device
+        self._vocab = limits.vocab
+        self._width = limits.width
         self._floats = Column(rows, 6, np.float32, device)
         self._ints = Column(rows, 3 + len(EDITS), np.int64, device)
         self._flags = np.zeros(rows, np.int64)
@@ -132,7 +134,9 @@ class TorchSampler:
         return Sampled(tokens, bad, logprobs)
 
     def _edit(self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Tensor | None) -> None:
-        step, floats, ints = self._step, self._floats.device[rows], self._ints.device[rows]
+        step = self._step
+        floats = self._floats.device[rows]
+        ints = self._ints.device[rows]
         if step & Feature.ALLOWED:
             logits.masked_fill_(~self._allowed.state[ints[:, ALLOWED_SLOT]], float("-inf"))
         if step & Feature.MIN_TOKENS:
@@ -157,7 +161,8 @@ class TorchSampler:
         return tokens, bad
 
     def _draw(self, logits: Tensor, peak: Tensor, best: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        floats, ints = self._floats.device[rows], self._ints.device[rows]
+        floats = self._floats.device[rows]
+        ints = self._ints.device[rows]
         greedy = floats[:, TEMPERATURE] < GREEDY_BELOW
         temperature = torch.where(greedy, 1.0, floats[:, TEMPERATURE])
         weights = (logits - peak).div_(temperature[:, None]).exp_()

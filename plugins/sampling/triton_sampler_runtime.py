@@ -48,13 +48,15 @@ class TritonSampler(TorchSampler):
 
     def reserve(self, limits: Limits) -> None:
         super().reserve(limits)
-        rows, device = limits.rows, self._device
+        rows = limits.rows
+        device = self._device
         self._arrived = torch.zeros(rows * limits.width, dtype=torch.int32, device=device)
         self._table = torch.zeros(rows, limits.vocab, dtype=torch.int32, device=device)
         self._ids = torch.zeros(rows, ROOM, dtype=torch.int32, device=device)
         self._values = torch.zeros(rows, ROOM, device=device)
         self._moved = False
-        floats, ints = self._floats.device, self._ints.device
+        floats = self._floats.device
+        ints = self._ints.device
         self._parameters = kernel.RowParameters(floats[:, TEMPERATURE], floats[:, MIN_P], floats[:, TOP_P],
                                                 ints[:, TOP_K], ints[:, SEED])
         self._warm_up()
@@ -129,9 +131,11 @@ class TritonSampler(TorchSampler):
         return None
 
     def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, ahead: Tensor | None = None) -> Sampled:
-        step, arrived = self._step, self._counters(len(logits))
+        step = self._step
+        arrived = self._counters(len(logits))
         # NOTE: the rows of one sequence's drafts are one number repeated with a stride of zero.
-        rows, positions = rows.contiguous(), positions.contiguous()
+        rows = rows.contiguous()
+        positions = positions.contiguous()
         scored = bool(step & Feature.LOGPROBS)
         raw = logits.clone() if scored and step.edits else logits
         if step.edits:
@@ -157,7 +161,8 @@ class TritonSampler(TorchSampler):
             sampling_edits.observe(tokens.contiguous(), counts.contiguous(), rows.contiguous(), self._edits())
 
     def _edits(self) -> sampling_edits.RowEdits:
-        floats, ints = self._floats.device, self._ints.device
+        floats = self._floats.device
+        ints = self._ints.device
         return sampling_edits.RowEdits(
             ints[:, FLAGS], ints[:, MIN_LENGTH], ints[:, ADDED], ints[:, LISTED], floats[:, REPETITION],
             floats[:, FREQUENCY], floats[:, PRESENCE], self._ids, self._values, self._table)

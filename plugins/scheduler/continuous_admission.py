@@ -28,9 +28,15 @@ class Admission:
     def __init__(self, rows: Rows, queue: Queue, policy: SchedulingPolicy, *, max_rows: int, context: int,
                  lookahead: int, share: int, scored: Callable[[Sequence], bool],
                  complain: Callable[[str], None]) -> None:
-        self.rows, self.queue, self.policy = rows, queue, policy
-        self.max_rows, self.context, self.lookahead = max_rows, context, lookahead
-        self.share, self.scored, self.complain = share, scored, complain
+        self.rows = rows
+        self.queue = queue
+        self.policy = policy
+        self.max_rows = max_rows
+        self.context = context
+        self.lookahead = lookahead
+        self.share = share
+        self.scored = scored
+        self.complain = complain
         self.queries = self.hits = 0
         self._blocked = False
         self._waits_for: dict[int, int] = {}  # waiting id -> the running id whose prompt it waits for
@@ -48,7 +54,8 @@ class Admission:
         admitted: list[Sequence] = []
         if self._blocked or not len(self.queue) or budget <= 0 or len(self.rows.running) >= self.max_rows:
             return admitted
-        waiting, deferred = self.queue.sequences(), 0
+        waiting = self.queue.sequences()
+        deferred = 0
         for sequence in self.policy.order(waiting, CachedPrefixes(waiting, self.rows.cache)):
             if budget <= 0 or len(self.rows.running) >= self.max_rows or deferred >= MOST_DEFERRED:
                 break

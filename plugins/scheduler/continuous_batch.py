@@ -25,7 +25,8 @@ class Chunk:
 
 def launchable(rows: Rows) -> Ints:
     """Decoding rows that can take one more step: even if every step in flight yields one token, they are not full."""
-    table, members = rows.table, rows.decode_rows()
+    table = rows.table
+    members = rows.decode_rows()
     open_ends = table.length[members] + rows.pending[members] < table.max_length[members]
     return members if open_ends.all() else members[open_ends]
 
@@ -52,11 +53,13 @@ def launch_decodes(rows: Rows, members: Ints, width: int, most: int) -> Ints:
 
 def launch_chunks(rows: Rows, budget: int, only: list[int]) -> list[Chunk]:
     """Advance prefilling rows ``only`` in order, by at most ``budget`` tokens together."""
-    table, chunks = rows.table, []
+    table = rows.table
+    chunks = []
     for row in only:
         if budget <= 0:
             break
-        start, end = int(table.launched[row]), int(table.length[row])
+        start = int(table.launched[row])
+        end = int(table.length[row])
         stop = min(start + budget, end)
         budget -= stop - start
         table.launched[row] = stop
@@ -69,10 +72,15 @@ def launch_chunks(rows: Rows, budget: int, only: list[int]) -> list[Chunk]:
 
 def build(rows: Rows, step: int, members: Ints, kv_lens: Ints, chunks: list[Chunk], sizes: Sizes) -> Batch:
     """The batch of decoding ``members`` and prefill ``chunks``. Takes ``joined`` and ``left`` off ``rows``."""
-    table, decodes, width = rows.table, len(members), sizes.width
+    table = rows.table
+    decodes = len(members)
+    width = sizes.width
     query_lens = np.full(decodes, width, np.int32)
     samples = np.ones(decodes, np.bool_)
-    scored, prompt_ids, next_ids, resumed = None, np.zeros(0, np.int32), None, None
+    scored = None
+    prompt_ids = np.zeros(0, np.int32)
+    next_ids = None
+    resumed = None
     if chunks:
         members = np.concatenate([members, np.array([chunk.row for chunk in chunks], np.int32)])
         query_lens = np.concatenate([query_lens, np.array([c.stop - c.start for c in chunks], np.int32)])
@@ -80,7 +88,8 @@ def build(rows: Rows, step: int, members: Ints, kv_lens: Ints, chunks: list[Chun
         samples = np.concatenate([samples, np.array([chunk.samples for chunk in chunks], np.bool_)])
         prompt_ids = np.concatenate([table.tokens[chunk.row, chunk.start : chunk.stop] for chunk in chunks])
         scored = _scored(rows, decodes, chunks)
-        next_ids, resumed = _following(rows, chunks), _resumed(rows, chunks)
+        next_ids = _following(rows, chunks)
+        resumed = _resumed(rows, chunks)
     longest = rows.pages_for(int(kv_lens.max()) + sizes.lookahead)
     joined, left = _changes(rows)
     return Batch(
@@ -118,6 +127,8 @@ def _resumed(rows: Rows, chunks: list[Chunk]) -> NDArray[np.bool_]:
 
 
 def _changes(rows: Rows) -> tuple[list[Sequence], list[int]]:
-    joined, left = rows.joined, rows.left
-    rows.joined, rows.left = [], []
+    joined = rows.joined
+    left = rows.left
+    rows.joined = []
+    rows.left = []
     return joined, left

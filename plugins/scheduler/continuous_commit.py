@@ -41,7 +41,8 @@ def append(rows: Rows, batch: Batch, result: StepResult) -> Committed:
     """
     table = rows.table
     at, members, (tokens, given, bad) = _live(rows, batch, result)
-    length, limit = table.length[members], table.max_length[members]
+    length = table.length[members]
+    limit = table.max_length[members]
     counts = np.minimum(given, limit - length)
     if bad.any():
         counts = np.where(bad, np.int32(0), counts)
@@ -112,11 +113,13 @@ def _reconcile(rows: Rows, batch: Batch, at: NDArray[np.int64], members: Ints, g
 def report(rows: Rows, done: Committed, result: StepResult, output: StepOutput) -> None:
     """Write tokens and log-probabilities of the step into ``output``. Call before rows are released."""
     if (done.counts == 1).all():
-        output.ids, output.tokens = rows.ids[done.rows].tolist(), done.tokens[:, 0].tolist()
+        output.ids = rows.ids[done.rows].tolist()
+        output.tokens = done.tokens[:, 0].tolist()
     else:
         some = np.flatnonzero(done.counts > 0)
         kept = np.arange(done.tokens.shape[1]) < done.counts[:, None]
-        output.ids, output.counts = rows.ids[done.rows[some]].tolist(), done.counts[some].tolist()
+        output.ids = rows.ids[done.rows[some]].tolist()
+        output.counts = done.counts[some].tolist()
         output.tokens = done.tokens[kept].tolist()
     if result.logprobs is not None:
         _report_logprobs(rows, done, result, output)
@@ -127,8 +130,10 @@ def _report_logprobs(rows: Rows, done: Committed, result: StepResult, output: St
     token, top_ids, top = result.logprobs
     width = done.tokens.shape[1]
     for i in np.flatnonzero((rows.logprobs[done.rows] >= 0) & (done.counts > 0)):
-        row, first = int(done.rows[i]), int(done.at[i]) * width
-        k, span = int(rows.logprobs[row]), slice(first, first + int(done.counts[i]))
+        row = int(done.rows[i])
+        first = int(done.at[i]) * width
+        k = int(rows.logprobs[row])
+        span = slice(first, first + int(done.counts[i]))
         values = Logprobs(token[span].tolist(), top_ids[span, :k].tolist(), top[span, :k].tolist())
         output.logprobs.append((int(rows.ids[row]), values))
 
@@ -161,11 +166,13 @@ class PromptScores:
         for part in scored:
             if not live.get(part.row, False):
                 continue
-            id, prompt_len = int(rows.ids[part.row]), int(table.prompt_len[part.row])
+            id = int(rows.ids[part.row])
+            prompt_len = int(table.prompt_len[part.row])
             skip = max(0, self._sent.get(id, 0) - part.start)
             end = min(len(part.token), prompt_len - part.start)
             self._sent[id] = max(self._sent.get(id, 0), part.start + end)
             if skip < end:
-                k, new = rows.running[part.row].params.prompt_logprobs or 0, slice(skip, end)
+                k = rows.running[part.row].params.prompt_logprobs or 0
+                new = slice(skip, end)
                 values = Logprobs(part.token[new].tolist(), part.top_ids[new, :k].tolist(), part.top[new, :k].tolist())
                 output.prompt_logprobs.append((id, values))

@@ -36,7 +36,9 @@ class Rows:
     """
 
     def __init__(self, table: SequenceTable, pages: PageAllocator, cache: PrefixCache) -> None:
-        self.table, self.pages, self.cache = table, pages, cache
+        self.table = table
+        self.pages = pages
+        self.cache = cache
         rows = table.rows
         self.ids = np.zeros(rows, np.int64)
         self.pending, self.base, self.min_length, self.shared = (np.zeros(rows, np.int32) for _ in range(4))
@@ -77,7 +79,8 @@ class Rows:
         return row
 
     def _set_columns(self, row: int, sequence: Sequence) -> None:
-        params, stop_ids = sequence.params, sequence.stop_ids
+        params = sequence.params
+        stop_ids = sequence.stop_ids
         self.ids[row] = sequence.id
         self.pending[row] = 0
         self.base[row] = self.table.length[row]
@@ -108,8 +111,10 @@ class Rows:
         drew it, so a row of ``length`` tokens has ``length - 1`` of them. A prefill that was not committed to its end
         is not kept: whether its numbers are finite is only known there. ``keep=False`` keeps nothing.
         """
-        table, sequence = self.table, self.running.pop(row)
-        length, prompt_len = int(table.length[row]), int(table.prompt_len[row])
+        table = self.table
+        sequence = self.running.pop(row)
+        length = int(table.length[row])
+        prompt_len = int(table.prompt_len[row])
         sequence.output = table.tokens[row, prompt_len:length].tolist()
         shared = int(self.shared[row])
         computed = length - 1 if keep and self.cache.shares and length > self.base[row] else 0
@@ -137,7 +142,8 @@ class Rows:
 
     def lacking(self, rows: Ints, lengths: Ints) -> tuple[Ints, Ints]:
         """The rows that have too few pages for ``lengths`` tokens, and how many they lack."""
-        size, held = self.table.page_size, self.table.num_pages[rows]
+        size = self.table.page_size
+        held = self.table.num_pages[rows]
         short = np.flatnonzero(lengths > held * np.int32(size))
         return rows[short], -(-lengths[short] // size) - held[short]
 
@@ -163,12 +169,14 @@ class Rows:
         Where the cache holds the same tokens in other pages already, the row moves over to those and its own are
         freed. Steps in flight still read the old ones, and the device runs them before any step that may reuse them.
         """
-        sequence, table = self.running[row], self.table
+        sequence = self.running[row]
+        table = self.table
         self._forget_first_page(row, sequence)
         whole = (int(table.length[row]) - 1) // table.page_size
         if not self.cache.shares or whole <= self.shared[row]:
             return
-        tokens, mine = table.tokens[row, : whole * table.page_size], table.pages[row, :whole].copy()
+        tokens = table.tokens[row, : whole * table.page_size]
+        mine = table.pages[row, :whole].copy()
         unneeded = self.cache.insert(tokens, mine, sequence.salt)
         match = self.cache.match(tokens, sequence.salt)
         self.cache.lock(match, 1)

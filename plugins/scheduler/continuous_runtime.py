@@ -58,7 +58,9 @@ class Continuous:
 
     def __init__(self, options: ContinuousOptions, plan: EnginePlan, worker: Worker,
                  clock: Callable[[], float] | None = None) -> None:
-        self.options, self.sizes, self.clock = options, plan.sizes, clock or worker.clock
+        self.options = options
+        self.sizes = plan.sizes
+        self.clock = clock or worker.clock
         self.stats = Stats(page_size=plan.sizes.page_size)
         self._inflight = 0
         self._committed = 0  # number of the last committed step
@@ -70,8 +72,13 @@ class Continuous:
         sizes = self.sizes
         if sizes.max_step_tokens < sizes.width:
             raise ValueError(f"a step of {sizes.max_step_tokens} tokens cannot hold a row of width {sizes.width}")
-        self.table, self.pages, self.cache, self.policy = table, pages, cache, policy
-        self.rows, self.queue, self.scores = Rows(table, pages, cache), Queue(), commits.PromptScores()
+        self.table = table
+        self.pages = pages
+        self.cache = cache
+        self.policy = policy
+        self.rows = Rows(table, pages, cache)
+        self.queue = Queue()
+        self.scores = commits.PromptScores()
         self.max_rows = min(sizes.max_running, table.rows, sizes.max_step_tokens // sizes.width)
         self.admission = Admission(self.rows, self.queue, policy, max_rows=self.max_rows, context=sizes.context_length,
                                    lookahead=sizes.lookahead, share=self.options.share_prefill,
@@ -92,7 +99,8 @@ class Continuous:
 
     def _check_size(self, sequence: Sequence) -> None:
         """RequestError for what could never run to its end."""
-        prompt, context = len(sequence.prompt), self.sizes.context_length
+        prompt = len(sequence.prompt)
+        context = self.sizes.context_length
         if prompt == 0:
             raise RequestError("the prompt is empty", code="empty_prompt", param="prompt")
         if prompt + 1 > context:
@@ -151,7 +159,9 @@ class Continuous:
 
     def next_batch(self) -> Batch | None:
         self.expire()
-        width, members, kv_lens = self.sizes.width, NO_ROWS, NO_ROWS
+        width = self.sizes.width
+        members = NO_ROWS
+        kv_lens = NO_ROWS
         chunks: list[batches.Chunk] = []
         if not self.options.mixed:
             chunks = self._launch_chunks(0)
@@ -243,7 +253,8 @@ class Continuous:
         self._committed = batch.step
         self._inflight -= 1
         done = commits.append(self.rows, batch, result)
-        output, self._out = self._out, StepOutput()
+        output = self._out
+        self._out = StepOutput()
         commits.report(self.rows, done, result, output)
         if result.prompt_logprobs:
             self.scores.report(self.rows, batch, result.prompt_logprobs, output)
@@ -283,7 +294,8 @@ class Continuous:
     def take_pending(self) -> StepOutput | None:
         if not self._out.finished and not self._out.admitted:
             return None
-        output, self._out = self._out, StepOutput()
+        output = self._out
+        self._out = StepOutput()
         return output
 
     # ---- state ------------------------------------------------------------------------------------------------------
@@ -296,9 +308,12 @@ class Continuous:
     def load(self) -> Stats:
         """A snapshot. O(1)."""
         stats = self.stats
-        stats.running, stats.waiting = len(self.rows.running), len(self.queue)
-        stats.pages_free, stats.pages_evictable = self.pages.free, self.cache.size()[1]
-        stats.prefix_queries, stats.prefix_hits = self.admission.queries, self.admission.hits
+        stats.running = len(self.rows.running)
+        stats.waiting = len(self.queue)
+        stats.pages_free = self.pages.free
+        stats.pages_evictable = self.cache.size()[1]
+        stats.prefix_queries = self.admission.queries
+        stats.prefix_hits = self.admission.hits
         return copy(stats)
 
     def flush(self) -> bool:
@@ -310,7 +325,8 @@ class Continuous:
     def check(self) -> dict[str, int]:
         """AssertionError unless every page is in exactly one hand; returns how many are in each."""
         self.cache.check_integrity()
-        table, running = self.table, list(self.rows.running)
+        table = self.table
+        running = list(self.rows.running)
         owned = [table.pages[row, self.rows.shared[row] : table.num_pages[row]] for row in running]
         pages = np.concatenate(owned) if owned else NO_ROWS
         assert len(np.unique(pages)) == len(pages), "a page is owned by two rows"

@@ -49,7 +49,8 @@ class LongestPrefix:
     """
 
     def __init__(self, options: LongestPrefixOptions, plan: EnginePlan, worker: Worker) -> None:
-        self.window, self.patience = options.window, options.patience
+        self.window = options.window
+        self.patience = options.patience
 
     def order(self, waiting: Seq[Sequence], cached: Mapping[int, int]) -> list[Sequence]:
         if not waiting:

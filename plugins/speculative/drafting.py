@@ -69,7 +69,8 @@ def missing(batch: Batch, tokens: Tensor, page_size: int) -> Missing:
 
 def _drafted(batch: Batch, tokens: Tensor, page_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of the decoding rows, the first four fields of :class:`Missing`."""
-    decodes, width = batch.num_decodes, tokens.shape[1]
+    decodes = batch.num_decodes
+    width = tokens.shape[1]
     places = torch.arange(decodes * width, device=tokens.device).view(decodes, width)[:, :-1]
     positions = batch.positions[: decodes * width].view(decodes, width)[:, 1:]
     slots = slots_at(batch.page_table[:decodes], positions, page_size)
@@ -80,8 +81,10 @@ class _Chunks:
     """Of the prefill rows, on the host, what :class:`Missing` holds; the token that ends a prompt is not among it."""
 
     def __init__(self, batch: Batch, page_size: int) -> None:
-        first, decoding = batch.num_decodes, batch.decode_tokens
-        chunks, stops = batch.query_lens[first:], batch.kv_lens[first:]
+        first = batch.num_decodes
+        decoding = batch.decode_tokens
+        chunks = batch.query_lens[first:]
+        stops = batch.kv_lens[first:]
         resumed = np.zeros(len(chunks), np.bool_) if batch.resumed is None else batch.resumed
         begins = stops - chunks
         lens = chunks + resumed - batch.samples[first:]
@@ -106,7 +109,8 @@ class _Chunks:
 
 def front(batch: Batch, accepted: Accepted, ends: Tensor | None) -> Front:
     """``ends`` int64: places in the batch of the prompts that ended, None when all rows decode."""
-    decodes, width = batch.num_decodes, accepted.tokens.shape[1]
+    decodes = batch.num_decodes
+    width = accepted.tokens.shape[1]
     last = accepted.counts[:decodes].long() - 1
     tokens = accepted.tokens[:decodes].gather(1, last[:, None])[:, 0]
     source = torch.arange(0, decodes * width, width, device=last.device) + last
@@ -130,7 +134,8 @@ class Places(NamedTuple):
 
 def places(batch: Batch, number: int, lengths: Tensor, page_size: int) -> Places:
     """Those of pass ``number`` (1 and on) before the step ``batch``; lengths int [D]: tokens in the target's cache."""
-    positions, decodes = lengths.long() + (number - 1), batch.num_decodes
+    positions = lengths.long() + (number - 1)
+    decodes = batch.num_decodes
     return Places(positions, slots_at(batch.page_table[:decodes], positions[:, None], page_size).view(-1),
                   (lengths + number).int(), torch.arange(decodes + 1, dtype=torch.int32, device=lengths.device))
 
@@ -139,14 +144,16 @@ def one_more(batch: Batch, number: int, at: Places, width: int) -> Batch:
     """Pass ``number`` of one token for each decoding row of the step ``batch``, which follows."""
     decodes = batch.num_decodes
     made = draft_batch(batch, batch.kv_lens[:decodes] + np.int32(number - width))
-    made.page_table, made.row_ids = batch.page_table[:decodes], batch.row_ids[:decodes]
+    made.page_table = batch.page_table[:decodes]
+    made.row_ids = batch.row_ids[:decodes]
     made.positions, made.slots, made.kv_lens_device, made.query_starts = at
     return made
 
 
 def draft_batch(target: Batch, kv_lens: Ints) -> Batch:
     """A pass of one token a decoding row as far as the host knows it; the caller fills in the device's fields."""
-    agreed, count = target.agreed or shape_of(target), target.num_decodes
+    agreed = target.agreed or shape_of(target)
+    count = target.num_decodes
     return Batch(
         step=target.step, mode=Mode.DRAFT_DECODE, rows=target.rows[:count], epochs=np.zeros(count, np.int64),
         num_decodes=count, query_lens=np.ones(count, np.int32), kv_lens=kv_lens, samples=np.ones(count, np.bool_),

@@ -20,7 +20,8 @@ Ints = NDArray[np.int32]
 
 def verify_chain_host(logits: Tensor, batch: Batch, width: int, sampler: Sampler) -> Accepted:
     """As ``verify.verify_chain`` for a batch of decoding rows: logits [R * W, V]."""
-    rows, places = batch.num_rows, np.arange(width)
+    rows = batch.num_rows
+    places = np.arange(width)
     fed: Long = batch.input_ids.numpy().reshape(rows, width)
     before = np.where(places[1:] <= places[:, None], fed[:, None, 1:], -1).reshape(rows * width, width - 1)
     owners: Long = batch.row_ids.numpy().repeat(width)
@@ -69,7 +70,8 @@ def one_more_host(batch: Batch, number: int, lengths: Tensor, page_size: int) ->
     places: list[int] = [length + number - 1 for length in lengths.tolist()]
     lens = np.array(places, np.int32) + np.int32(1)
     made = draft_batch(batch, lens)
-    made.page_table, made.row_ids = batch.page_table[: len(places)], batch.row_ids[: len(places)]
+    made.page_table = batch.page_table[: len(places)]
+    made.row_ids = batch.row_ids[: len(places)]
     made.kv_lens_device = torch.from_numpy(lens)
     made.query_starts = torch.from_numpy(np.arange(len(places) + 1, dtype=np.int32))
     made.positions = _long(places)

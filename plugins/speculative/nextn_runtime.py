@@ -39,9 +39,12 @@ class NextN:
     """
 
     def __init__(self, options: NextNOptions, plan: EnginePlan, worker: Worker) -> None:
-        self._steps, self._width = options.lookahead(), options.width()
-        self._page_size, self._context = plan.sizes.page_size, plan.sizes.context_length
-        self._device, self._dtype = torch.device(worker.device), worker.dtype
+        self._steps = options.lookahead()
+        self._width = options.width()
+        self._page_size = plan.sizes.page_size
+        self._context = plan.sizes.context_length
+        self._device = torch.device(worker.device)
+        self._dtype = worker.dtype
         #: other groups of ranks take part in every pass, whether this one needs it or not
         self._grouped = plan.mesh.get("dp", 1) > 1
         self._on_host = self._device.type == "cpu"
@@ -50,7 +53,8 @@ class NextN:
         return self._width
 
     def draft_model(self, context: BuildContext, family: ModelFamily, target: Model) -> Model | None:
-        self._attention, self._extension = context.attention, context.extension
+        self._attention = context.attention
+        self._extension = context.extension
         self._model: Any = family.build_nextn(context, target)
         return self._model
 
@@ -82,8 +86,11 @@ class NextN:
 
     def _begin(self, batch: Batch) -> tuple[Tensor, Tensor, tuple[Places, ...] | tuple[Batch, ...]]:
         """The rows' newest tokens [D, 1], the hidden states before them, and where each pass puts its tokens."""
-        rows, numbers = batch.row_ids[: batch.num_decodes], range(1, self._steps + 1)
-        tokens, hidden, lengths = self._last[rows, None], self._hidden[rows], self.lengths(batch)
+        rows = batch.row_ids[: batch.num_decodes]
+        numbers = range(1, self._steps + 1)
+        tokens = self._last[rows, None]
+        hidden = self._hidden[rows]
+        lengths = self.lengths(batch)
         assert lengths is not None, "a chain is wider than one token"
         if self._on_host:
             return tokens, hidden, tuple(one_more_host(batch, n, lengths, self._page_size) for n in numbers)
@@ -91,7 +98,8 @@ class NextN:
 
     def _pass(self, step: Batch, drafted: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The tokens so far [D, n] are followed by one more."""
-        step.input_ids, step.extra = drafted[:, -1], {PREVIOUS_HIDDEN: hidden}
+        step.input_ids = drafted[:, -1]
+        step.extra = {PREVIOUS_HIDDEN: hidden}
         hidden = self._model.forward(step.input_ids, step.positions, step)
         return hidden, torch.cat([drafted, self._model.logits(hidden).argmax(-1, keepdim=True)], 1)
 

@@ -51,9 +51,11 @@ def verify_chain(logits: Tensor, batch: Batch, width: int, ends: Tensor | None, 
     count = rows * width
     fed = batch.input_ids[:count].view(rows, width)
     owners = batch.row_ids[:rows, None].expand(rows, width).reshape(-1)
-    positions, before = batch.positions[:count] + 1, chain_before(fed)
+    positions = batch.positions[:count] + 1
+    before = chain_before(fed)
     if ends is not None:
-        owners, positions = torch.cat([owners, batch.row_ids[ends]]), torch.cat([positions, batch.kv_lens_device[ends]])
+        owners = torch.cat([owners, batch.row_ids[ends]])
+        positions = torch.cat([positions, batch.kv_lens_device[ends]])
         before = torch.cat([before, before.new_full((len(ends), width - 1), -1)])
     sampled = sampler.sample(logits, owners, positions, before)
     drawn = sampled.tokens[:count].view(rows, width)
@@ -71,7 +73,8 @@ def _with_ends(decoded: Accepted, sampled: Sampled, ends: Tensor, size: int) -> 
     """All ``size`` rows of the step: the decoding ones, those whose prompt ended (one token), the others (none)."""
     rows, width = decoded.tokens.shape
     first = torch.arange(rows * width, device=ends.device)
-    tokens, cells = sampled.tokens, torch.cat([first, ends * width])
+    tokens = sampled.tokens
+    cells = torch.cat([first, ends * width])
     places = torch.cat([first[:rows], ends])
     one = torch.ones(len(ends), dtype=torch.int32, device=ends.device)
     logprobs = sampled.logprobs

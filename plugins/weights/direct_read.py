@@ -51,7 +51,8 @@ def blocks_of(spans: Sequence[Span[Key]], most: int = BLOCK) -> list[Block[Key]]
     """Spans by file and place, neighbours together, up to ``most`` bytes a block (a larger span is one by itself)."""
     blocks: list[Block[Key]] = []
     for span in sorted(spans, key=lambda span: (span.file, span.start)):
-        last, end = blocks[-1] if blocks else None, span.start + span.size
+        last = blocks[-1] if blocks else None
+        end = span.start + span.size
         if last is None or last.file != span.file or span.start - last.end > GAP or end - last.start > most:
             last = Block(span.file, span.start, span.start)
             blocks.append(last)
@@ -66,7 +67,8 @@ class DirectReader(Generic[Key]):
     def __init__(self, device: str, threads: int = THREADS, piece: int = PIECE) -> None:
         self._device = torch.device(device)
         self._on_device = self._device.type == "cuda"
-        self._threads, self._piece = threads, piece
+        self._threads = threads
+        self._piece = piece
         count = 2 * threads
         self._staging = [torch.empty(piece, dtype=torch.uint8, pin_memory=self._on_device) for _ in range(count)]
         self._copied: list[torch.cuda.Event | None] = [None] * count
@@ -114,7 +116,8 @@ class DirectReader(Generic[Key]):
         if event is not None:
             event.synchronize()
         wanted = min(self._piece, block.end - at)
-        view, done = memoryview(self._staging[slot].numpy()), 0
+        view = memoryview(self._staging[slot].numpy())
+        done = 0
         try:
             while done < wanted:
                 got = os.preadv(self._open(block.file), [view[done:wanted]], at + done)

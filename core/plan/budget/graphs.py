@@ -88,10 +88,12 @@ def extend_tokens(draft: Draft, step_tokens: int) -> tuple[int, ...]:
 def short_steps(draft: Draft, rows: int, context: int) -> tuple[int, tuple[int, ...]]:
     """``Sizes.short_keys`` and ``Sizes.short_rows`` where ``rows`` sequences of at most ``context`` tokens may run: on
     one rank, since others' rows may be longer, and without drafts."""
-    runner, attention = draft.first("graphs"), draft.first("attention")
+    runner = draft.first("graphs")
+    attention = draft.first("attention")
     if runner is None or not isinstance(runner.options, GraphOptions) or attention is None:
         return 0, ()
-    offers, width = attention.offers, draft.values["width"]
+    offers = attention.offers
+    width = draft.values["width"]
     if (not isinstance(offers, AttentionOffers) or offers.short_rows is None or width > 1
             or context + width + draft.values["lookahead"] <= offers.short_keys or draft.values["ranks"] > 1):
         return 0, ()
@@ -115,7 +117,8 @@ def graph_line(draft: Draft, rows: int, step_tokens: int, step_bytes: Callable[[
     if not sizes:
         return None
     _decide(draft, sizes, rows)
-    counts, extends = pass_tokens(draft, step_tokens), extend_tokens(draft, step_tokens)
+    counts = pass_tokens(draft, step_tokens)
+    extends = extend_tokens(draft, step_tokens)
     how = f"{len(sizes)} batch sizes up to {sizes[-1]}"
     context = draft.config.context_length or draft.facts.model.max_positions
     _, short = short_steps(draft, rows, context)
@@ -126,14 +129,16 @@ def graph_line(draft: Draft, rows: int, step_tokens: int, step_bytes: Callable[[
         how += f", {len(counts)} token counts up to {counts[-1]}" + ", of the draft too" * bool(extends)
     tokens = sizes[-1] * draft.values["width"]
     logits = int(tokens * draft.facts.model.vocab_size * 4 * SAMPLED)
-    decoding, passing = step_bytes(tokens), step_bytes(counts[-1]) if counts else 0
+    decoding = step_bytes(tokens)
+    passing = step_bytes(counts[-1]) if counts else 0
     grows = draft.values["growing_segments"]
     if grows:
         pool = grown_pool_bytes(decoding, logits, passing)
     else:
         pool = pool_bytes(decoding + min(FEW, decoding) + logits, passing + min(GRAIN, passing))
     columns = context // PAGE + 1
-    model, drafts = draft.facts.model, draft.values["lookahead"]
+    model = draft.facts.model
+    drafts = draft.values["lookahead"]
     kept = kept_bytes(model, sizes + short, counts, columns, DTYPE_BYTES[draft.values["dtype"]], grows, extends)
     driver = driver_bytes(len(sizes + short), model.num_layers, len(counts), drafts, len(extends))
     return BudgetLine("graphs", driver + kept + pool, f"{how}, one pool")
@@ -155,7 +160,8 @@ def _decide(draft: Draft, sizes: tuple[int, ...], rows: int) -> None:
 
 def _decide_counts(draft: Draft, counts: tuple[int, ...], step_tokens: int) -> None:
     asked = getattr(draft.config.graphs, "prefill_tokens", None)
-    by, why = "size", f"default, up to {counts[-1]} of {step_tokens} tokens a step"
+    by = "size"
+    why = f"default, up to {counts[-1]} of {step_tokens} tokens a step"
     if asked is not None:
         left_out = sorted(set(asked) - set(counts))
         by, why = draft.source("graphs.prefill_tokens") or ("operator", "")

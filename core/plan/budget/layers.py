@@ -35,14 +35,18 @@ class LayerBytes:
     """Formulas of one plan under construction."""
 
     def __init__(self, draft: Draft) -> None:
-        self.model, self.mesh, values = draft.facts.model, draft.values["mesh"], draft.values
+        self.model = draft.facts.model
+        self.mesh = draft.values["mesh"]
+        values = draft.values
         self.dtype: str = values["dtype"]
         self.element: int = DTYPE_BYTES[self.dtype]
         devices = draft.facts.hardware.devices
         self._card, self._compute = (devices[0].name, devices[0].compute) if devices else ("", 0)
         self.alone = values["ranks"] == 1
         self._packages = draft.facts.software.packages
-        attention, scheme, ops = draft.first("attention"), draft.first("quantization"), draft.first("ops")
+        attention = draft.first("attention")
+        scheme = draft.first("quantization")
+        ops = draft.first("ops")
         self._attention = attention.offers if attention and isinstance(attention.offers, AttentionOffers) \
             else AttentionOffers()
         self._ops = ops.offers if ops and isinstance(ops.offers, OpsOffers) else OpsOffers()
@@ -68,10 +72,15 @@ class LayerBytes:
 
     def activations(self, step: StepTokens) -> int:
         """The most that a step's layers hold, its indices and rotations among it."""
-        model, hidden = self.model, self.model.hidden_size
+        model = self.model
+        hidden = self.model.hidden_size
         stream = step.own * hidden * self.element
-        normed, most = self.cast(step.own, hidden), 0
-        before, kept, seen = stream, 0, set[tuple[bool, int, int]]()  # what the layer's caller holds
+        normed = self.cast(step.own, hidden)
+        most = 0
+        # what the layer's caller holds
+        before = stream
+        kept = 0
+        seen = set[tuple[bool, int, int]]()
         for layer in range(model.num_layers):
             moe = is_moe_layer(model, layer)
             if (moe, before, kept) in seen:
@@ -81,7 +90,8 @@ class LayerBytes:
             read = self.both(step.gathered) if moe else self.cast(step.gathered, hidden)
             most = max(most, before + kept + (stream if layer else 0) + normed + self.attention(step),
                        before + kept + stream + read + work.most)
-            before, kept = work.left, stream
+            before = work.left
+            kept = stream
         return most + step.own * (INDICES + self.rope * SHOWN)
 
     def cast(self, tokens: int, size: int) -> int:
@@ -96,8 +106,11 @@ class LayerBytes:
     # ---- attention --------------------------------------------------------------------------------------------------
 
     def attention(self, step: StepTokens) -> int:
-        model, tokens, element = self.model, step.own, self.element
-        result, query = self.heads * self.value, self.heads * self.key
+        model = self.model
+        tokens = step.own
+        element = self.element
+        result = self.heads * self.value
+        query = self.heads * self.key
         entry = model.kv_lora_rank + self.rope if self.latent else 0
         given = AttentionStep(tokens, step.longest, step.cached, self.heads, model.num_heads, self.key, self.value,
                               entry, element)
@@ -120,7 +133,8 @@ class LayerBytes:
 
     def _gated(self, tokens: int, width: int) -> Work:
         """Gate and up, then their product, then the layer's output."""
-        out, inner = tokens * self.model.hidden_size * self.element, self.cast(tokens, width)
+        out = tokens * self.model.hidden_size * self.element
+        inner = self.cast(tokens, width)
         return Work(max(2 * tokens * width * self.element + inner, inner + out), out)
 
     def experts(self, tokens: int) -> Work:
@@ -145,6 +159,7 @@ def _scheme(chosen: Chosen | None, device: str) -> tuple[QuantizationOffers, flo
     """What the scheme offers, and bytes a number as its products read activations; 0: in the compute dtype."""
     if chosen is None or not isinstance(chosen.offers, QuantizationOffers):
         return QuantizationOffers(), 0.0
-    offers, options = chosen.offers, chosen.options
+    offers = chosen.offers
+    options = chosen.options
     dequantizes = isinstance(options, QuantizationOptions) and options.dequantizes(device, offers)
     return offers, 0.0 if dequantizes else offers.cast_bytes

@@ -46,7 +46,9 @@ class Room:
 def size(draft: Draft) -> tuple[Sizes, tuple[BudgetLine, ...]] | None:
     """Sizes and the byte budget; None after a refusal. Needs model, attention, quantization and speculative chosen."""
     device = draft.values["device"]
-    rows, chunk, page = (_rows(draft, device), _chunk(draft, device), _page(draft, device))
+    rows = _rows(draft, device)
+    chunk = _chunk(draft, device)
+    page = _page(draft, device)
     step_tokens = chunk + rows * draft.values["width"]
     draft.values["page_size"] = page
     draft.values["growing_segments"] = _grows(draft, device)
@@ -55,7 +57,8 @@ def size(draft: Draft) -> tuple[Sizes, tuple[BudgetLine, ...]] | None:
     if room.left <= 0:
         draft.refusals.append(_too_big(draft, fixed, room))
         return None
-    token, beside = kv_token_bytes(draft), page_state_bytes(draft)
+    token = kv_token_bytes(draft)
+    beside = page_state_bytes(draft)
     pages = _pages(draft, room, token * page + beside, rows, page)
     context = _context(draft, pages, page, token, room) if pages else None
     if pages is None or context is None:
@@ -110,7 +113,8 @@ def _chunk(draft: Draft, device: str) -> int:
 def _page(draft: Draft, device: str) -> int:
     attention = draft.first("attention")
     assert attention is not None and isinstance(attention.offers, AttentionOffers)
-    wanted, why = DEFAULTS[device][2], f"default on {device}"
+    wanted = DEFAULTS[device][2]
+    why = f"default on {device}"
     if attention.offers.page_sizes and wanted not in attention.offers.page_sizes:
         wanted = min(attention.offers.page_sizes, key=lambda size: abs(size - DEFAULTS[device][2]))
         why = f"what {attention.name} reads"
@@ -128,7 +132,8 @@ def _given_or(draft: Draft, path: str, given: int | None, otherwise: int, why: s
 def _grows(draft: Draft, device: str) -> bool:
     """Return whether torch's allocator grows its segments; decided on a device that has any."""
     path = "memory.growing_segments"
-    asked, source = draft.config.memory.growing_segments, draft.source(path)
+    asked = draft.config.memory.growing_segments
+    source = draft.source(path)
     if device != "cuda":
         return False
     if asked != "auto":
@@ -183,14 +188,18 @@ def _weight_line(draft: Draft, name: str, model: ModelFacts, elements: Tally, st
 
 
 def _room(draft: Draft, device: str, fixed: list[BudgetLine]) -> Room:
-    machine, fraction = draft.facts.hardware, draft.config.memory.fraction
+    machine = draft.facts.hardware
+    fraction = draft.config.memory.fraction
     used = sum(line.bytes for line in fixed)
     if device == "cuda":
         memory = min((card.memory for card in machine.devices), default=0)
-        share, what = fraction or 1 - CUDA_RESERVE, "the device's"
+        share = fraction or 1 - CUDA_RESERVE
+        what = "the device's"
     else:
         per_host = -(-draft.values["ranks"] // draft.values["hosts"])
-        memory, share, what = machine.cpu_memory // per_host, fraction or CPU_SHARE, "the machine's"
+        memory = machine.cpu_memory // per_host
+        share = fraction or CPU_SHARE
+        what = "the machine's"
     if fraction is not None:
         draft.decide("memory.fraction", fraction, *(draft.source("memory.fraction") or ("default", "")))
     total = int(memory * share)
@@ -207,7 +216,8 @@ def _too_big(draft: Draft, fixed: list[BudgetLine], room: Room) -> Refusal:
 
 def _smaller(draft: Draft, lines: dict[str, int], room: Room, needed: int) -> tuple[str, str]:
     """The field that stands in the way, and what to write there."""
-    share, default = needed / room.memory, CPU_SHARE if draft.values["device"] == "cpu" else 1 - CUDA_RESERVE
+    share = needed / room.memory
+    default = CPU_SHARE if draft.values["device"] == "cpu" else 1 - CUDA_RESERVE
     if draft.config.memory.fraction is not None and share < 1 - CUDA_RESERVE:
         left_out = f", or leave it out ({default:.0%})" if share < default else ""
         return "memory.fraction", f"memory.fraction = {math.ceil(100 * share + 1) / 100:g} or more{left_out}"
@@ -256,11 +266,14 @@ def _remark_draft(draft: Draft) -> None:
 
 def _pages(draft: Draft, room: Room, page_bytes: int, rows: int, page: int) -> int | None:
     """Pages of the KV pool, the scratch page included; None after a refusal."""
-    memory, most = draft.config.memory, room.left // page_bytes
+    memory = draft.config.memory
+    most = room.left // page_bytes
     if memory.kv_tokens is not None:
-        asked, field = -(-memory.kv_tokens // page) + 1, "memory.kv_tokens"
+        asked = -(-memory.kv_tokens // page) + 1
+        field = "memory.kv_tokens"
     elif memory.kv_bytes is not None:
-        asked, field = memory.kv_bytes // page_bytes, "memory.kv_bytes"
+        asked = memory.kv_bytes // page_bytes
+        field = "memory.kv_bytes"
     else:
         return _auto_pages(draft, most, page_bytes, rows, page)
     if asked > most or asked < 2:
@@ -302,7 +315,8 @@ def _ahead(draft: Draft) -> int:
 
 def _context(draft: Draft, pages: int, page: int, token: int, room: Room) -> int | None:
     """Longest sequence: the operator's, or the model's as far as the KV pool holds it."""
-    asked, positions = draft.config.context_length, draft.facts.model.max_positions
+    asked = draft.config.context_length
+    positions = draft.facts.model.max_positions
     held: int = (pages - 1) * page - _ahead(draft)
     if asked is None:
         context = max(1, min(positions, held))

@@ -43,7 +43,9 @@ def workspace_lines(draft: Draft, rows: int, step_tokens: int, device: str) -> l
 
 def _attention_line(draft: Draft, rows: int) -> list[BudgetLine]:
     """What attention reserves before the first step, for rows as long as they may be."""
-    attention, values, model = draft.first("attention"), draft.values, draft.facts.model
+    attention = draft.first("attention")
+    values = draft.values
+    model = draft.facts.model
     if attention is None or not isinstance(attention.offers, AttentionOffers) or attention.offers.reserves is None:
         return []
     context = draft.config.context_length or model.max_positions
@@ -62,7 +64,8 @@ def _sampler(draft: Draft) -> SamplerOffers:
 
 def _activation_line(draft: Draft, rows: int, step_tokens: int) -> BudgetLine:
     groups = draft.values["mesh"].get("dp", 1)
-    gathered, how = step_tokens * groups, f"a step of {step_tokens} tokens"
+    gathered = step_tokens * groups
+    how = f"a step of {step_tokens} tokens"
     if groups > 1:
         how += f", {gathered} of {groups} groups in the feed-forward layers"
     if draft.values["device"] == "cuda":
@@ -87,9 +90,11 @@ def _even_step(draft: Draft, tokens: int) -> int:
 
 def _logit_line(draft: Draft, rows: int, device: str) -> BudgetLine:
     """Of every row in a step that samples with all that requests may ask for, or of a prompt that is scored."""
-    model, parts = draft.facts.model, axis_size("attn_tp", draft.values["mesh"])
+    model = draft.facts.model
+    parts = axis_size("attn_tp", draft.values["mesh"])
     vocabulary = -(-model.vocab_size // parts) * parts
-    count, copies = rows * draft.values["width"], HOST_COPIES
+    count = rows * draft.values["width"]
+    copies = HOST_COPIES
     size = int(count * vocabulary * 4 * copies)
     if device == "cuda":
         scratch = _sampler(draft).scratch_rows
@@ -102,7 +107,9 @@ def _logit_line(draft: Draft, rows: int, device: str) -> BudgetLine:
 
 def _on_host(draft: Draft, own: int, gathered: int) -> int:
     """Bytes of a step: ``own`` tokens of this rank's group in attention, ``gathered`` of all in feed-forward layers."""
-    model, mesh, element = draft.facts.model, draft.values["mesh"], DTYPE_BYTES[draft.values["dtype"]]
+    model = draft.facts.model
+    mesh = draft.values["mesh"]
+    element = DTYPE_BYTES[draft.values["dtype"]]
     width = max(-(-stated(model, "intermediate_size") // axis_size("tp", mesh)),
                 -(-stated(model, "moe_intermediate_size") // axis_size("moe_tp", mesh)), model.hidden_size)
     heads = -(-model.num_heads // axis_size("attn_tp", mesh)) * (model.head_dim + stated(model, "v_head_dim"))
@@ -111,7 +118,8 @@ def _on_host(draft: Draft, own: int, gathered: int) -> int:
 
 
 def _rope_tables(draft: Draft) -> BudgetLine:
-    model, tables = draft.facts.model, 1 + draft.values["draft_layers"]
+    model = draft.facts.model
+    tables = 1 + draft.values["draft_layers"]
     positions = draft.config.context_length or model.max_positions
     size = positions * (model.qk_rope_head_dim or model.head_dim) * 4 * tables
     return BudgetLine("rotary tables", size, f"{positions} positions, float32" + (", twice" if tables > 1 else ""))

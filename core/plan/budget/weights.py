@@ -77,7 +77,8 @@ def number_bytes(kind: Kind, storage: Storage) -> float:
 
 def parts_of(role: str, model: ModelFacts, mesh: Mapping[str, int], exchange: bool) -> int:
     """Ranks that share one copy of a class; the vocabulary is dealt by rows instead."""
-    tp, attention = axis_size("tp", mesh), axis_size("attn_tp", mesh)
+    tp = axis_size("tp", mesh)
+    attention = axis_size("attn_tp", mesh)
     if role in (HEADS, KV_UP):
         return attention
     if role == KV_HEADS:

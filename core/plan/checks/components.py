@@ -75,7 +75,8 @@ def provider_checks(draft: Draft, slot: Slot, component: Component, chosen: Chos
 
 
 def _device(draft: Draft, slot: Slot, offers: Offers, chosen: Chosen) -> Iterator[Refusal]:
-    device, dtype = draft.values["device"], draft.values["dtype"]
+    device = draft.values["device"]
+    dtype = draft.values["dtype"]
     machine = draft.facts.hardware
     if device not in offers.devices:
         yield refuse(draft, slot.name, chosen, f"{chosen.name} runs on {listed(offers.devices)}, the device is "
@@ -107,7 +108,8 @@ def check_architecture(draft: Draft) -> Iterator[Refusal]:
 
 @reads("weights")
 def check_weight_format(draft: Draft) -> Iterator[Refusal]:
-    chosen, found = draft.first("weights"), draft.facts.model.format
+    chosen = draft.first("weights")
+    found = draft.facts.model.format
     if chosen is None:
         return
     assert isinstance(chosen.offers, WeightOffers)
@@ -134,11 +136,13 @@ def _with_weights(draft: Draft, made_up: str) -> str:
 
 @reads("quantization")
 def check_quantization(draft: Draft) -> Iterator[Refusal]:
-    chosen, model = draft.first("quantization"), draft.facts.model
+    chosen = draft.first("quantization")
+    model = draft.facts.model
     if chosen is None:
         return
     assert isinstance(chosen.offers, QuantizationOffers)
-    offers, method = chosen.offers, model.quant_method
+    offers = chosen.offers
+    method = model.quant_method
     if method not in offers.reads and method != "none":
         native = instead(draft, "quantization", lambda o: method in o.reads, "a plugin that reads it")
         plain = "none" in offers.reads and not offers.online
@@ -173,7 +177,8 @@ def _shape(block: tuple[int, int]) -> str:
 
 @reads("attention", "model")
 def check_attention_kind(draft: Draft) -> Iterator[Refusal]:
-    chosen, model = draft.first("attention"), draft.first("model")
+    chosen = draft.first("attention")
+    model = draft.first("model")
     if chosen is None or model is None:
         return
     assert isinstance(chosen.offers, AttentionOffers) and isinstance(model.offers, ModelOffers)
@@ -186,7 +191,8 @@ def check_attention_kind(draft: Draft) -> Iterator[Refusal]:
 
 @reads("attention")
 def check_kv_dtype(draft: Draft) -> Iterator[Refusal]:
-    chosen, kv_dtype = draft.first("attention"), draft.values["kv_dtype"]
+    chosen = draft.first("attention")
+    kv_dtype = draft.values["kv_dtype"]
     if chosen is None:
         return
     assert isinstance(chosen.offers, AttentionOffers)
@@ -200,7 +206,8 @@ def check_kv_dtype(draft: Draft) -> Iterator[Refusal]:
 
 @reads("attention")
 def check_page_size(draft: Draft) -> Iterator[Refusal]:
-    chosen, size = draft.first("attention"), draft.config.attention.page_size
+    chosen = draft.first("attention")
+    size = draft.config.attention.page_size
     if chosen is None or size is None:
         return
     assert isinstance(chosen.offers, AttentionOffers)
@@ -212,11 +219,13 @@ def check_page_size(draft: Draft) -> Iterator[Refusal]:
 
 @reads("attention", "speculative")
 def check_width(draft: Draft) -> Iterator[Refusal]:
-    chosen, speculative = draft.first("attention"), draft.first("speculative")
+    chosen = draft.first("attention")
+    speculative = draft.first("speculative")
     if chosen is None or speculative is None:
         return
     assert isinstance(chosen.offers, AttentionOffers) and isinstance(speculative.offers, SpeculativeOffers)
-    width, most = draft.values["width"], chosen.offers.max_width
+    width = draft.values["width"]
+    most = chosen.offers.max_width
     if most and width > most:
         yield refuse(draft, "attention", chosen, f"{chosen.name} takes {most} query tokens a row in decode, the "
                      f"speculative algorithm computes {width}",
@@ -229,7 +238,8 @@ def check_width(draft: Draft) -> Iterator[Refusal]:
 
 @reads("attention", "speculative")
 def check_first_key(draft: Draft) -> Iterator[Refusal]:
-    chosen, speculative = draft.first("attention"), draft.first("speculative")
+    chosen = draft.first("attention")
+    speculative = draft.first("speculative")
     if chosen is None or speculative is None:
         return
     assert isinstance(chosen.offers, AttentionOffers) and isinstance(speculative.offers, SpeculativeOffers)
@@ -331,7 +341,8 @@ def check_overlap(draft: Draft) -> Iterator[Refusal]:
 
 @reads("policy", "cache")
 def check_prefix_policy(draft: Draft) -> Iterator[Refusal]:
-    policy, cache = draft.first("policy"), draft.first("cache")
+    policy = draft.first("policy")
+    cache = draft.first("cache")
     if policy is None or cache is None:
         return
     assert isinstance(policy.offers, PolicyOffers) and isinstance(cache.offers, CacheOffers)

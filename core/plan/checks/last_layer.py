@@ -13,8 +13,10 @@ FIELD = "scheduler.last_layer"
 
 def choose_last_layer(draft: Draft) -> None:
     """On a device those that are sampled from, where that can be; on a CPU, which the others are judged by, all."""
-    asked, source = draft.config.scheduler.last_layer, draft.source(FIELD)
-    needed, on_cpu = _needs_all(draft), draft.values["device"] == "cpu"
+    asked = draft.config.scheduler.last_layer
+    source = draft.source(FIELD)
+    needed = _needs_all(draft)
+    on_cpu = draft.values["device"] == "cpu"
     draft.values["sampled_last_layer"] = not needed and (asked == "sampled" or asked == "auto" and not on_cpu)
     if asked != "auto" and source is not None:
         draft.decide(FIELD, asked, *source)

@@ -82,8 +82,10 @@ def _largest(mesh: dict[str, int], most: int) -> int:
 @reads("parallel", "collectives", "executor")
 def check_ranks(draft: Draft) -> Iterator[Refusal]:
     """Something connects them, and something runs them."""
-    ranks, hosts = draft.values["ranks"], draft.values["hosts"]
-    collectives, executor = draft.first("collectives"), draft.first("executor")
+    ranks = draft.values["ranks"]
+    hosts = draft.values["hosts"]
+    collectives = draft.first("collectives")
+    executor = draft.first("executor")
     if ranks > 1 and collectives is not None:
         assert isinstance(collectives.offers, CollectiveOffers)
         if not collectives.offers.ranks:
@@ -118,7 +120,9 @@ def check_growing_segments(draft: Draft) -> Iterator[Refusal]:
 @reads("parallel")
 def check_machine(draft: Draft) -> Iterator[Refusal]:
     """Enough devices, or enough cores; and hosts that carry equal numbers of ranks."""
-    holder, ranks, hosts = draft.first("parallel"), draft.values["ranks"], draft.values["hosts"]
+    holder = draft.first("parallel")
+    ranks = draft.values["ranks"]
+    hosts = draft.values["hosts"]
     machine = draft.facts.hardware
     if holder is None:
         return

@@ -31,12 +31,14 @@ def _needs_layer(chosen: Chosen | None) -> bool:
 @reads("speculative", "model")
 def check_nextn(draft: Draft) -> Iterator[Refusal]:
     """The family builds next-token layers, and the checkpoint or the draft folder has one."""
-    chosen, model = draft.first("speculative"), draft.first("model")
+    chosen = draft.first("speculative")
+    model = draft.first("model")
     if chosen is None or model is None or not _needs_layer(chosen):
         return
     assert isinstance(model.offers, ModelOffers)
     none = instead(draft, "speculative", lambda o: not o.drafts, 'speculative.use = "none"')
-    target, folder = draft.facts.model, draft.facts.draft
+    target = draft.facts.model
+    folder = draft.facts.draft
     if not model.offers.nextn:
         yield refuse(draft, "speculative", chosen, f"{chosen.name} needs a next-token layer, which {model.name} does "
                      "not build", none)
@@ -62,11 +64,14 @@ def _architecture(draft: Draft, chosen: Chosen, family: ModelOffers, folder: Mod
 @reads("speculative", "model")
 def check_draft_folder(draft: Draft) -> Iterator[Refusal]:
     """Sizes, quantisation and tokenizer of a draft folder against the target's."""
-    chosen, target, folder = draft.first("speculative"), draft.facts.model, draft.facts.draft
+    chosen = draft.first("speculative")
+    target = draft.facts.model
+    folder = draft.facts.draft
     if chosen is None or folder is None or not _needs_layer(chosen):
         return
     for key, what in SHARED.items():
-        own, other = getattr(folder, key), getattr(target, key)
+        own = getattr(folder, key)
+        other = getattr(target, key)
         if own != other:
             yield refuse(draft, "speculative", chosen, f"the draft's {what} is {own}, the model's is {other}",
                          f"a draft made for this model: {EXPORT}", field=FOLDER)
@@ -88,7 +93,8 @@ def _quantised(model: ModelFacts) -> str:
 
 @reads("weights", "speculative")
 def check_draft_weights(draft: Draft) -> Iterator[Refusal]:
-    source, folder = draft.first("weights"), draft.facts.draft
+    source = draft.first("weights")
+    folder = draft.facts.draft
     if source is None or folder is None or not _needs_layer(draft.first("speculative")):
         return
     assert isinstance(source.offers, WeightOffers)
@@ -117,7 +123,8 @@ def _difference(draft: str, target: str, draft_time: int, target_time: int) -> s
     if _digest(draft) == _digest(target):
         return ""
     try:
-        own, other = vocabulary(draft), vocabulary(target)
+        own = vocabulary(draft)
+        other = vocabulary(target)
     except (ValueError, TypeError, AttributeError, KeyError):
         return "its tokenizer.json is another file and could not be read as a vocabulary"
     different = sorted(id for id in own.keys() | other.keys() if own.get(id) != other.get(id))

@@ -17,7 +17,8 @@ def suggestions(draft: Draft, slot: str, fits: Callable[[Any], bool]) -> list[st
     """Names of the slot's components whose offers satisfy ``fits``, of those that this model, this machine and what is
     installed on it allow: the ones that take what else was asked for; if none does, those that their own checks admit;
     if these admit none, all, each of which says why when it is chosen."""
-    place, among = BY_NAME[slot], [found.component for found in draft.plugins.components(slot)]
+    place = BY_NAME[slot]
+    among = [found.component for found in draft.plugins.components(slot)]
     among = [component for component in among if fits(component.offers) and _allowed(draft, component)]
     against = {component.name: _refused(draft, place, component) for component in among}
     use = f"{place.section}.use"
@@ -28,7 +29,9 @@ def suggestions(draft: Draft, slot: str, fits: Callable[[Any], bool]) -> list[st
 
 
 def _allowed(draft: Draft, component: Component) -> bool:
-    offers, device, kind = component.offers, draft.values["device"], draft.facts.model.kind
+    offers = component.offers
+    device = draft.values["device"]
+    kind = draft.facts.model.kind
     if device not in offers.devices or kind not in getattr(offers, "kinds", {kind}):
         return False
     if device == "cuda" and not offers.runs_on({card.compute for card in draft.facts.hardware.devices}):
@@ -37,7 +40,9 @@ def _allowed(draft: Draft, component: Component) -> bool:
 
 
 def _takes_dtypes(draft: Draft, slot: Slot, component: Component) -> bool:
-    dtype, kept, offers = draft.values["dtype"], draft.values["kv_dtype"], component.offers
+    dtype = draft.values["dtype"]
+    kept = draft.values["kv_dtype"]
+    offers = component.offers
     return (not slot.step or dtype in offers.dtypes) and kept in getattr(offers, "kv_dtypes", {kept})
 
 

@@ -107,7 +107,8 @@ class Stepper:
     """Steps a model over sequences of token ids with a cache of its own: prefill, then one token at a time."""
 
     def __init__(self, model: Model, context: BuildContext, rows: int = 8, length: int = 256) -> None:
-        self.model, self.attention = model, context.attention
+        self.model = model
+        self.attention = context.attention
         layout = self.attention.kv_layout()
         self.page = layout.page_size
         self.pages_a_row = -(-length // self.page)
@@ -166,9 +167,12 @@ class Stepper:
                       epochs=np.zeros(len(rows), np.int64), num_decodes=decodes, query_lens=queries,
                       kv_lens=before + queries, samples=np.ones(len(rows), bool), prompt_ids=ids[split:],
                       pages=pages)
-        batch.input_ids, batch.positions = _tensor(ids, np.int64), _tensor(positions, np.int64)
-        batch.slots, batch.row_ids = _tensor(slots, np.int64), _tensor(rows, np.int64)
-        batch.kv_lens_device, batch.query_starts = _tensor(batch.kv_lens, np.int32), _tensor(starts, np.int32)
+        batch.input_ids = _tensor(ids, np.int64)
+        batch.positions = _tensor(positions, np.int64)
+        batch.slots = _tensor(slots, np.int64)
+        batch.row_ids = _tensor(rows, np.int64)
+        batch.kv_lens_device = _tensor(batch.kv_lens, np.int32)
+        batch.query_starts = _tensor(starts, np.int32)
         batch.page_table = _tensor(pages, np.int32)
         return batch
 

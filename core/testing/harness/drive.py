@@ -69,7 +69,10 @@ class Drive:
     def __init__(self, scheduler: Scheduler, plan: EnginePlan, cache: PrefixCache, policy: SchedulingPolicy, *,
                  depth: int = 1, seed: int = 0, bad: tuple[int, int] | None = None) -> None:
         sizes = plan.sizes
-        self.plan, self.scheduler, self.cache, self.depth = plan, scheduler, cache, depth
+        self.plan = plan
+        self.scheduler = scheduler
+        self.cache = cache
+        self.depth = depth
         self.table = SequenceTable(sizes.max_running, sizes.positions, sizes.page_size)
         self.pages = PoisonedPages(sizes.num_pages)
         self.model = FakeModel(self.table, sizes.num_pages, vocab=plan.facts.model.vocab_size, width=sizes.width,

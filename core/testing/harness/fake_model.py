@@ -20,7 +20,10 @@ from glowplug.core.step.sequence_table import SequenceTable
 
 MASK = (1 << 64) - 1
 START = 0x51ED270B
-GOLDEN, MIX, STIR = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # constants of splitmix64
+# constants of splitmix64
+GOLDEN = 0x9E3779B97F4A7C15
+MIX = 0xBF58476D1CE4E5B9
+STIR = 0x94D049BB133111EB
 POISON = -7
 
 
@@ -103,10 +106,16 @@ class FakeModel:
 
     def __init__(self, table: SequenceTable, num_pages: int, *, vocab: int, width: int = 1, hit: float = 0.6,
                  seed: int = 0, bad: tuple[int, int] | None = None, depth: int = 1, lookahead: int = 0) -> None:
-        self.table, self.vocab, self.width, self.hit, self.bad = table, vocab, width, hit, bad
-        self.depth, self.lookahead = depth, lookahead
+        self.table = table
+        self.vocab = vocab
+        self.width = width
+        self.hit = hit
+        self.bad = bad
+        self.depth = depth
+        self.lookahead = lookahead
         slots = num_pages * table.page_size
-        self.tokens, self.positions = np.full(slots, POISON, np.int64), np.full(slots, POISON, np.int64)
+        self.tokens = np.full(slots, POISON, np.int64)
+        self.positions = np.full(slots, POISON, np.int64)
         self.states = np.zeros(slots, np.uint64)
         self.rows: dict[int, RowState] = {}
         self.computed = 0  #: tokens of all steps
@@ -159,13 +168,15 @@ class FakeModel:
             sequence = self.table.sequences[int(batch.rows[i])]
             assert sequence is not None
             self._require(stop == len(sequence.all_tokens()), "the prefill samples before its end")
-            row.length, row.state = stop, state
+            row.length = stop
+            row.state = state
             self._accept(batch, i, row, [next_token(state, self.vocab)], result, logprobs)
             self._draft(batch, i, row)
 
     def _check_chunk(self, batch: Batch, i: int, row: RowState, start: int, stop: int) -> None:
         """What a draft is told of a chunk: the token behind it, and whether it goes on from a cached prefix."""
-        chunk, number = i - batch.num_decodes, int(batch.rows[i])
+        chunk = i - batch.num_decodes
+        number = int(batch.rows[i])
         self._require(batch.next_ids is not None and batch.resumed is not None, "next_ids or resumed is missing")
         assert batch.next_ids is not None and batch.resumed is not None
         following = 0 if batch.samples[i] else int(self.table.tokens[number, stop])
@@ -182,7 +193,8 @@ class FakeModel:
     def _decode(self, batch: Batch, i: int, row: RowState, result: StepResult, logprobs: NDArray[np.float32]) -> None:
         first = row.length - 1  # position of the last accepted token, whose entry is computed now
         number = int(batch.rows[i])
-        bound, limit = int(batch.kv_lens[i]), int(self.table.max_length[number])
+        bound = int(batch.kv_lens[i])
+        limit = int(self.table.max_length[number])
         if row.length >= limit:  # full, which only the device knows yet: the host will drop what comes of this
             self._require(self.width > 1, f"row {number} is launched although it was known to be full")
             result.tokens[i], result.counts[i] = 0, 1
@@ -193,7 +205,9 @@ class FakeModel:
                       f"row {number} has {exact} to {most} entries after this step, the batch says {bound}")
         before = self._read(batch, i, first)
         self._require(extend(before, row.last) == row.state, f"row {number} is not where the device left it")
-        inputs, truth, state = [row.last], [], row.state
+        inputs = [row.last]
+        truth = []
+        state = row.state
         for _ in range(self.width):
             truth.append(next_token(state, self.vocab))
             state = extend(state, truth[-1])
@@ -214,7 +228,8 @@ class FakeModel:
         for place, token in enumerate(tokens):
             result.tokens[i, place] = token
             logprobs[i * self.width + place] = logprob_of(row.state)
-            row.state, row.last = extend(row.state, token), token
+            row.state = extend(row.state, token)
+            row.last = token
             row.length += 1
         result.counts[i] = len(tokens)
         sequence = self.table.sequences[int(batch.rows[i])]

@@ -64,12 +64,14 @@ class RankSet:
     """
 
     def __init__(self, plan: EnginePlan, plugins: PluginSet | None = None, timeout: float = 120.0) -> None:
-        self.plan, self.timeout = plan, timeout
+        self.plan = plan
+        self.timeout = timeout
         self.heard: dict[int, Collected] = {}
         self.stats: dict[int, Stats] = {}
         self.replies: dict[int, Reply] = {}
         self._controls = 0
-        self._switch, self._threads = sys.getswitchinterval(), torch.get_num_threads()
+        self._switch = sys.getswitchinterval()
+        self._threads = torch.get_num_threads()
         self._folder = tempfile.TemporaryDirectory(prefix="glowplug-ranks-")
         self._rendezvous = f"file://{self._folder.name}/ranks"
         self._meeting = MEETINGS[self._rendezvous] = Meeting()
@@ -148,14 +150,16 @@ class RankSet:
         """Integrity on every rank; every page free or evictable; every row free. AssertionError or a CacheFault."""
         for rank, engine in enumerate(self.engines):
             engine.scheduler.check()
-            stats, table = engine.scheduler.load(), engine.runner.table
+            stats = engine.scheduler.load()
+            table = engine.runner.table
             assert stats.pages_free + stats.pages_evictable == stats.pages_total, f"rank {rank} has lost pages: {stats}"
             assert (stats.running, stats.waiting) == (0, 0), f"rank {rank} is not idle: {stats}"
             assert table.free_rows == table.rows, f"rank {rank} has lost rows"
 
     def close(self) -> None:
         """Idempotent. Ranks close together, as collectives among processes may need."""
-        pools, self._pools = self._pools, []
+        pools = self._pools
+        self._pools = []
         try:
             wait([pool.submit(engine.close) for pool, engine in zip(pools, self.engines)], self.timeout)
         finally:

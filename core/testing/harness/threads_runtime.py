@@ -59,7 +59,9 @@ class ThreadCollectives:
     """``Collectives`` of one rank. What its ranks ask for must agree, in kind and shape: CollectiveError if not."""
 
     def __init__(self, options: ThreadOptions, plan: EnginePlan, worker: Worker) -> None:
-        self.timeout, self.mesh, self.rank = options.timeout, plan.mesh, worker.rank
+        self.timeout = options.timeout
+        self.mesh = plan.mesh
+        self.rank = worker.rank
         self.world = tuple(range(worker.ranks))
         self.meeting = MEETINGS[worker.rendezvous]
         self._turns: dict[tuple[int, ...], int] = {}
@@ -68,7 +70,8 @@ class ThreadCollectives:
         """The items of ``ranks``, in their order. ``what`` must be equal on all of them."""
         if len(ranks) == 1:
             return [item]
-        room, turn = self.meeting.room(ranks), self._turns.get(ranks, 0)
+        room = self.meeting.room(ranks)
+        turn = self._turns.get(ranks, 0)
         self._turns[ranks] = turn + 1
         places = room.places[turn % 2]
         places[ranks.index(self.rank)] = (what, item)

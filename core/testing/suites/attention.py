@@ -117,7 +117,8 @@ class _Suite:
         return self.attend(backend, layer)(*(x.to(self.device, self.dtype) for x in args)).cpu()
 
     def expected(self, world: World, layer: MlaCase | MhaCase, args: list[Tensor]) -> Tensor:
-        parts, at = [], 0
+        parts = []
+        at = 0
         for index, row in enumerate(world.rows):
             queries = [x[at : at + row.queries] for x in args[: len(self.queries)]]
             history = [world.cached[name][index][world.batch.first_key :] for name in self.entries]
@@ -134,10 +135,12 @@ class _Suite:
         """Decoding rows of every width, mixed with fresh and continued chunks, around page boundaries."""
         for page_size in self.page_sizes:
             for seed in range(2 * self.max_width):
-                generator, rng = torch.Generator().manual_seed(seed), np.random.default_rng(seed * 31 + page_size)
+                generator = torch.Generator().manual_seed(seed)
+                rng = np.random.default_rng(seed * 31 + page_size)
                 rows = random_rows(rng, page_size, width=1 + seed % self.max_width)
                 world = make_world(rows, page_size, seed, spare_columns=seed % 3)
-                layer, args = self.layer(generator), self.arguments(world, generator)
+                layer = self.layer(generator)
+                args = self.arguments(world, generator)
                 self.close(self.step(self.backend(page_size), world, layer, args), self.expected(world, layer, args))
 
     def test_a_first_key_is_where_attention_begins(self) -> None:
@@ -145,13 +148,15 @@ class _Suite:
         if not self.first_key:
             pytest.skip("this backend reads every position")
         for seed in range(2 * self.max_width):
-            generator, rng = torch.Generator().manual_seed(seed), np.random.default_rng(seed * 17)
+            generator = torch.Generator().manual_seed(seed)
+            rng = np.random.default_rng(seed * 17)
             page_size = self.page_sizes[seed % len(self.page_sizes)]
             rows = [Row(row.length + 1, row.queries, row.prefill)
                     for row in random_rows(rng, page_size, width=1 + seed % self.max_width)]
             world = make_world(rows[-1:] if seed == 1 else rows, page_size, seed, spare_columns=seed % 3)
             world.batch.first_key = 1
-            layer, args = self.layer(generator), self.arguments(world, generator)
+            layer = self.layer(generator)
+            args = self.arguments(world, generator)
             self.close(self.step(self.backend(page_size), world, layer, args), self.expected(world, layer, args))
 
     def test_the_step_is_stored(self) -> None:
@@ -166,17 +171,21 @@ class _Suite:
 
     def test_chunked_equals_whole(self) -> None:
         """A prompt in chunks that end on both sides of a page boundary gives what it gives at once."""
-        length, generator = 61, torch.Generator().manual_seed(3)
+        length = 61
+        generator = torch.Generator().manual_seed(3)
         layer = self.layer(generator)
         whole = make_world([Row(length, length, prefill=True)], self.page_size, 11)
         args = self.arguments(whole, generator)
         expected = self.expected(whole, layer, args)
         for chunks in ([61], [15, 16, 17, 13], [1, 31, 29], [33, 28]):
-            backend, outs, end = self.backend(self.page_size), [], 0
+            backend = self.backend(self.page_size)
+            outs = []
+            end = 0
             slots = whole.num_pages * self.page_size
             pools = {name: torch.zeros(slots, *shape) for name, shape in self.entries.items()}
             for chunk in chunks:
-                start, end = end, end + chunk
+                start = end
+                end = end + chunk
                 world = self._continued(whole, start, end, pools)
                 outs.append(self.step(backend, world, layer, [x[start:end] for x in args]))
                 pools = world.pools
@@ -186,7 +195,8 @@ class _Suite:
     def _continued(whole: World, start: int, end: int, pools: dict[str, Tensor]) -> World:
         """The step that computes tokens ``start`` to ``end`` of the only row of ``whole``, in the same pages."""
         world = make_world([Row(end, end - start, prefill=True)], whole.page_size, 0)
-        world.num_pages, world.pools = whole.num_pages, pools
+        world.num_pages = whole.num_pages
+        world.pools = pools
         world.batch.pages = whole.batch.pages[:, : world.batch.pages.shape[1]].copy()
         world.batch.page_table = torch.from_numpy(world.batch.pages)
         world.batch.slots = world.slots_of(0)[start:]
@@ -194,22 +204,28 @@ class _Suite:
 
     def test_alone_equals_in_a_batch(self) -> None:
         """What else is in the step changes nothing beyond rounding."""
-        generator, rows = torch.Generator().manual_seed(9), [Row(n, 1) for n in (1, 5, 16, 17, 31, 32, 33, 64)]
-        layer, backend, world = self.layer(generator), self.backend(self.page_size), make_world(rows, self.page_size, 9)
+        generator = torch.Generator().manual_seed(9)
+        rows = [Row(n, 1) for n in (1, 5, 16, 17, 31, 32, 33, 64)]
+        layer = self.layer(generator)
+        backend = self.backend(self.page_size)
+        world = make_world(rows, self.page_size, 9)
         args = self.arguments(world, generator)
         together = self.step(backend, world, layer, args)
         for index, row in enumerate(rows):
             one = slice(index, index + 1)
             alone = make_world([row], self.page_size, 1)
-            alone.num_pages, alone.pools = world.num_pages, world.pools
-            alone.batch.page_table, alone.batch.slots = world.batch.page_table[one], world.batch.slots[one]
+            alone.num_pages = world.num_pages
+            alone.pools = world.pools
+            alone.batch.page_table = world.batch.page_table[one]
+            alone.batch.slots = world.batch.slots[one]
             got = self.step(backend, alone, layer, [x[one] for x in args])
             torch.testing.assert_close(got, together[one], rtol=0, atol=self.error)
 
     def test_padded_and_idle_rows_are_harmless(self) -> None:
         """A padded row (length 0, scratch pages) must not turn into NaN; an idle step has no tokens at all."""
         generator = torch.Generator().manual_seed(2)
-        layer, backend = self.layer(generator), self.backend(self.page_size)
+        layer = self.layer(generator)
+        backend = self.backend(self.page_size)
         world = make_world([Row(20, 1), Row(1, 1)], self.page_size, 2)
         args = self.arguments(world, generator)
         world.batch.page_table[1] = 0
@@ -224,8 +240,10 @@ class _Suite:
 
     def test_lengths_known_on_the_device_only(self) -> None:
         """``kv_lens`` on the host may be an upper bound: what counts is ``kv_lens_device``."""
-        generator, width = torch.Generator().manual_seed(6), min(2, self.max_width)
-        layer, world = self.layer(generator), make_world([Row(30, width), Row(12, width)], self.page_size, 4)
+        generator = torch.Generator().manual_seed(6)
+        width = min(2, self.max_width)
+        layer = self.layer(generator)
+        world = make_world([Row(30, width), Row(12, width)], self.page_size, 4)
         args = self.arguments(world, generator)
         world.batch.kv_lens = world.batch.kv_lens + np.int32(2)
         self.close(self.step(self.backend(self.page_size), world, layer, args), self.expected(world, layer, args))
@@ -242,7 +260,11 @@ class MlaSuite(_Suite):
     ``merged``: the cache has one entry "kv", a token's latent and then its rotary part.
     """
 
-    heads, nope, rope, value, lora = 3, 8, 4, 6, 16
+    heads = 3
+    nope = 8
+    rope = 4
+    value = 6
+    lora = 16
     merged = False
 
     @property
@@ -283,7 +305,8 @@ class MlaSuite(_Suite):
 
     def definition(self, queries: list[Tensor], history: list[Tensor], layer: MlaCase | MhaCase) -> Tensor:
         assert isinstance(layer, MlaCase)
-        (q_nope, q_rope), (latent, rope) = queries, self._entry(history)
+        (q_nope, q_rope) = queries
+        (latent, rope) = self._entry(history)
         k_nope, value = self._case(layer.w_uk.double(), layer.w_uv.double()).expand(latent.double())
         scores = torch.einsum("thn,mhn->htm", q_nope.double(), k_nope)
         scores = scores + torch.einsum("thp,mp->htm", q_rope.double(), rope.double())
@@ -293,7 +316,8 @@ class MlaSuite(_Suite):
 class MhaSuite(_Suite):
     """For backends that offer kind "mha". ``heads`` and ``kv_heads`` choose MHA, GQA or MQA."""
 
-    heads, kv_heads = 6, 2
+    heads = 6
+    kv_heads = 2
     queries = ((6, 8),)
     entries = {"k": (2, 8), "v": (2, 8)}
 

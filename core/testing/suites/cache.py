@@ -113,7 +113,8 @@ class CacheSuite:
 
     def test_duplicates_are_given_back(self, cache: PrefixCache, pool: Pool) -> None:
         tokens = list(range(8))
-        first, second = pool.fill(tokens, ""), pool.fill(tokens, "")
+        first = pool.fill(tokens, "")
+        second = pool.fill(tokens, "")
         pool.outside.clear()
         pool.back(cache.insert(ints(tokens), first, ""))
         returned = cache.insert(ints(tokens), second, "")

@@ -57,7 +57,9 @@ class ParallelSuite:
 
     def test_one_rank_keeps_its_tokens(self) -> None:
         if self.ranks == 1:
-            strategy, x, batch = self.make(0), torch.randn(5, 4), idle_batch()
+            strategy = self.make(0)
+            x = torch.randn(5, 4)
+            batch = idle_batch()
             back = strategy.enter_attention(strategy.leave_attention(x, batch), batch)
             assert torch.equal(back, x)
 

@@ -91,7 +91,8 @@ class ParserSuite:
         assert [*parser.feed(""), *parser.finish()] == []
 
     def test_sequences_are_independent(self) -> None:
-        factory, cases = self.make(), self.cases()
+        factory = self.make()
+        cases = self.cases()
         parsers = [factory.start(case.prompt_tail, case.thinking) for case in cases]
         pieces: list[list[Piece]] = [[] for _ in cases]
         for at in range(max(len(case.text) for case in cases)):

@@ -40,7 +40,8 @@ class Driver:
     """A reserved sampler, driven as the engine drives it."""
 
     def __init__(self, sampler: Sampler, vocab: int, device: str) -> None:
-        self.sampler, self.device = sampler, torch.device(device)
+        self.sampler = sampler
+        self.device = torch.device(device)
         sampler.reserve(Limits(rows=ROWS, context=DRAWS + 100, num_pages=8, width=1, vocab=vocab))
 
     def join(
@@ -59,10 +60,13 @@ class Driver:
         row_ids = torch.tensor(rows, dtype=torch.int64, device=on)
         sampled = self.sampler.sample(
             logits.clone().to(on), row_ids, torch.tensor(positions, dtype=torch.int64, device=on))
-        sampled.tokens, sampled.bad = sampled.tokens.cpu(), sampled.bad.cpu()
+        sampled.tokens = sampled.tokens.cpu()
+        sampled.bad = sampled.bad.cpu()
         if sampled.logprobs is not None:
             part = sampled.logprobs
-            part.token, part.top_ids, part.top = part.token.cpu(), part.top_ids.cpu(), part.top.cpu()
+            part.token = part.token.cpu()
+            part.top_ids = part.top_ids.cpu()
+            part.top = part.top.cpu()
         return sampled
 
     def many(self, row: int, logits: Tensor, draws: int = DRAWS) -> NDArray[np.int64]:
@@ -145,7 +149,8 @@ class SamplerSuite:
     # ---- choosing ---------------------------------------------------------------------------------------------------
 
     def test_greedy_is_argmax(self) -> None:
-        driver, logits = self.driver(), self.logits(ROWS)
+        driver = self.driver()
+        logits = self.logits(ROWS)
         for row in range(ROWS):
             driver.join(row, make_params(temperature=0.0, top_p=0.1, top_k=3))
         sampled = driver.step(range(ROWS), [2] * ROWS, logits)
@@ -153,7 +158,8 @@ class SamplerSuite:
         assert not sampled.bad.any() and sampled.logprobs is None
 
     def check_distribution(self, **changes: object) -> None:
-        driver, logits = self.driver(), self.logits()
+        driver = self.driver()
+        logits = self.logits()
         params = make_params(**changes)
         driver.join(0, params)
         assert_follows(driver.many(0, logits), naive_distribution(logits[0].double().numpy(), params))
@@ -180,7 +186,8 @@ class SamplerSuite:
     # ---- randomness -------------------------------------------------------------------------------------------------
 
     def test_seed_and_position_decide(self) -> None:
-        driver, logits = self.driver(), self.logits()
+        driver = self.driver()
+        logits = self.logits()
         draws = {}
         for row, seed in enumerate((0, 1, -1, -(1 << 63), (1 << 64) - 2, 12345)):
             driver.join(row, make_params(seed=seed))
@@ -204,8 +211,10 @@ class SamplerSuite:
             logprobs=pick(None, None, 3)) for row in range(ROWS)]
 
     def test_independent_of_the_batch(self) -> None:
-        params, logits = self.mixed_params(), self.logits(ROWS)
-        together, apart = self.driver(), self.driver()
+        params = self.mixed_params()
+        logits = self.logits(ROWS)
+        together = self.driver()
+        apart = self.driver()
         for row in range(ROWS):
             together.join(row, params[row], [1, 2, 3], [4, 4, row % VOCAB], [6])
             apart.join(row, params[row], [1, 2, 3], [4, 4, row % VOCAB], [6])
@@ -217,7 +226,8 @@ class SamplerSuite:
         assert together.step(half, [6] * len(half), logits[half]).tokens.tolist() == [alone[row] for row in half]
 
     def test_independent_of_the_row(self) -> None:
-        driver, logits = self.driver(), self.logits()
+        driver = self.driver()
+        logits = self.logits()
         for row in (0, 17, ROWS - 1):
             driver.join(row, make_params(seed=3, top_p=0.9))
         drawn = [driver.many(row, logits, 100).tolist() for row in (0, 17, ROWS - 1)]
@@ -225,7 +235,8 @@ class SamplerSuite:
 
     def test_rows_and_positions_may_be_strided(self) -> None:
         """As those of one sequence's drafts are, which all stand on one number."""
-        driver, logits = self.driver(), self.logits(6)
+        driver = self.driver()
+        logits = self.logits(6)
         for row in range(6):
             driver.join(row, make_params(seed=row, temperature=1.5, top_p=0.9, presence_penalty=0.5), [1, 2], [row])
         own = torch.arange(6, device=driver.device)
@@ -242,8 +253,10 @@ class SamplerSuite:
 
     def check_edits(self, **changes: object) -> None:
         """Draws from the edited logits follow their distribution, and greedy takes their best."""
-        prompt, output = [1, 2, 2], [4, 4, 8]
-        driver, params = self.driver(), make_params(**changes)
+        prompt = [1, 2, 2]
+        output = [4, 4, 8]
+        driver = self.driver()
+        params = make_params(**changes)
         driver.join(0, params, prompt, output)
         logits = self.logits()
         edited = naive_logits(logits[0].double().numpy(), params, prompt, output, ())
@@ -286,7 +299,9 @@ class SamplerSuite:
 
     def test_observed_tokens_count_like_joined_ones(self) -> None:
         """Penalties are the same whether tokens were observed one by one or the row joined with them (preemption)."""
-        stepped, joined, logits = self.driver(), self.driver(), self.logits(3)
+        stepped = self.driver()
+        joined = self.driver()
+        logits = self.logits(3)
         params = [make_params(seed=row, frequency_penalty=0.5, repetition_penalty=1.3) for row in range(2)]
         params.append(make_params(seed=2))
         for row in range(3):
@@ -306,12 +321,15 @@ class SamplerSuite:
         rng = np.random.default_rng(3)
         params = make_params(temperature=0.9, presence_penalty=0.9, frequency_penalty=0.6, repetition_penalty=1.2,
                              min_tokens=4)
-        drafts, logits = rng.integers(0, VOCAB, 3).tolist(), self.logits(4)
-        at_once, stepped = self.driver(), self.driver()
+        drafts = rng.integers(0, VOCAB, 3).tolist()
+        logits = self.logits(4)
+        at_once = self.driver()
+        stepped = self.driver()
         for driver in (at_once, stepped):
             driver.join(5, params, [1, 2, 3], [4], [6])
             driver.join(6, make_params(temperature=0.0), [1, 2, 3], [4])
-        rows, positions = [5, 5, 5, 5], [4, 5, 6, 7]
+        rows = [5, 5, 5, 5]
+        positions = [4, 5, 6, 7]
         ahead = torch.tensor([[*drafts[:i], *[-1] * (3 - i)] for i in range(4)], device=at_once.device)
         at_once.sampler.plan_step(decode_batch([5, 6], [7, 7]))
         for _ in range(2):
@@ -323,7 +341,9 @@ class SamplerSuite:
                 stepped.observe([5], [drafts[i]])
 
     def test_rows_start_afresh(self) -> None:
-        driver, fresh, logits = self.driver(), self.driver(), self.logits()
+        driver = self.driver()
+        fresh = self.driver()
+        logits = self.logits()
         for used in self.mixed_params()[:10]:
             driver.join(0, used, [1, 2, 3], [4, 5], [6])
             driver.step([0], [5], logits)
@@ -336,7 +356,8 @@ class SamplerSuite:
     # ---- what is reported -------------------------------------------------------------------------------------------
 
     def test_logprobs_are_of_the_raw_distribution(self) -> None:
-        driver, logits = self.driver(), self.logits(4)
+        driver = self.driver()
+        logits = self.logits(4)
         driver.join(0, make_params(logprobs=0))
         driver.join(1, make_params(logprobs=5, temperature=0.2, top_k=2, logit_bias={7: 20.0}, repetition_penalty=2.0))
         driver.join(2, make_params())
@@ -354,7 +375,8 @@ class SamplerSuite:
         assert sampled.tokens[1] == 7
 
     def test_a_bad_row_costs_only_itself(self) -> None:
-        driver, clean = self.driver(), self.driver()
+        driver = self.driver()
+        clean = self.driver()
         logits = self.logits(ROWS)
         for row in range(ROWS):
             for each in (driver, clean):
@@ -362,7 +384,8 @@ class SamplerSuite:
         broken = logits.clone()
         broken[3, 5], broken[10], broken[11], broken[20, 0] = math.nan, -math.inf, math.nan, math.inf
         broken[21, :5] = -math.inf  # not bad: something is left
-        sampled, wanted = driver.step(range(ROWS), [2] * ROWS, broken), clean.step(range(ROWS), [2] * ROWS, logits)
+        sampled = driver.step(range(ROWS), [2] * ROWS, broken)
+        wanted = clean.step(range(ROWS), [2] * ROWS, logits)
         assert torch.nonzero(sampled.bad).flatten().tolist() == [3, 10, 11, 20]
         assert ((sampled.tokens >= 0) & (sampled.tokens < VOCAB)).all()
         good = [row for row in range(ROWS) if row not in (3, 10, 11, 20, 21)]

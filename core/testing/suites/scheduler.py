@@ -113,7 +113,8 @@ class SchedulerSuite:
     def test_stop_id_is_kept_and_ends(self) -> None:
         ids = prompt(random.Random(3), 9)
         full, _ = reference(ids, sequence(0, ids).params, frozenset(), vocab=VOCAB, context=64)
-        one, early = sequence(1, ids, stop_ids=frozenset({full[4]})), sequence(2, ids, max_tokens=5)
+        one = sequence(1, ids, stop_ids=frozenset({full[4]}))
+        early = sequence(2, ids, max_tokens=5)
         drive = self.drive()
         self.run(drive, [one, early])
         assert drive.seen[1].tokens == full[:5]

@@ -12,7 +12,9 @@ from glowplug.core.protocols import Limits, Sampled, SpeculativeAlgorithm
 from glowplug.core.step.batch import Accepted, Batch
 from glowplug.core.step.request import SamplingParams
 
-VOCAB, HIDDEN, ROWS = 23, 8, 8
+VOCAB = 23
+HIDDEN = 8
+ROWS = 8
 
 
 class Greedy:
@@ -47,18 +49,22 @@ class Greedy:
 
 def step(rows: list[int], decodes: int, queries: list[int], kv_lens: list[int], samples: list[bool]) -> Batch:
     """A batch as the runner completes it, as far as an algorithm may look."""
-    query_lens, lens = np.asarray(queries, np.int32), np.asarray(kv_lens, np.int32)
+    query_lens = np.asarray(queries, np.int32)
+    lens = np.asarray(kv_lens, np.int32)
     mode = Mode.PREFILL if decodes < len(rows) else Mode.DECODE if max(queries) == 1 else Mode.VERIFY
     batch = Batch(step=1, mode=mode, rows=np.asarray(rows, np.int32), epochs=np.zeros(len(rows), np.int64),
                   num_decodes=decodes, query_lens=query_lens, kv_lens=lens, samples=np.asarray(samples, np.bool_),
                   prompt_ids=np.zeros(int(query_lens[decodes:].sum()), np.int32),
                   pages=np.zeros((len(rows), 4), np.int32))
     starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
-    batch.row_ids, batch.kv_lens_device = torch.tensor(rows), torch.from_numpy(lens)
-    batch.query_starts, batch.page_table = torch.from_numpy(starts), torch.zeros(len(rows), 4, dtype=torch.int32)
+    batch.row_ids = torch.tensor(rows)
+    batch.kv_lens_device = torch.from_numpy(lens)
+    batch.query_starts = torch.from_numpy(starts)
+    batch.page_table = torch.zeros(len(rows), 4, dtype=torch.int32)
     owner = np.repeat(np.arange(len(rows)), query_lens)
     at = np.arange(len(owner)) - starts[owner] + (lens - query_lens)[owner]
-    batch.positions, batch.slots = torch.from_numpy(at), torch.zeros(len(owner), dtype=torch.int64)
+    batch.positions = torch.from_numpy(at)
+    batch.slots = torch.zeros(len(owner), dtype=torch.int64)
     batch.input_ids = torch.ones(len(owner), dtype=torch.int64)
     if decodes < len(rows):
         ends = [int(starts[i + 1]) - 1 for i in range(decodes, len(rows)) if samples[i]]
@@ -87,7 +93,8 @@ class SpeculativeSuite:
     def accept(self, algorithm: SpeculativeAlgorithm, batch: Batch, tokens: list[int]) -> Accepted:
         sampler = Greedy()
         made = algorithm.accept(likely(tokens), torch.randn(batch.num_tokens, HIDDEN), batch, sampler)
-        rows, width = batch.num_rows, algorithm.width()
+        rows = batch.num_rows
+        width = algorithm.width()
         assert made.tokens.shape == (rows, width) and made.tokens.dtype == torch.int64
         assert made.counts.shape == (rows,) and made.counts.dtype == torch.int32
         assert made.bad.shape == (rows,) and made.bad.dtype == torch.bool

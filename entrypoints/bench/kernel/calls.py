@@ -68,7 +68,8 @@ class Recorder:
         self._inside = False
 
     def start(self, batch: Batch) -> None:
-        self.batch, self._calls = batch, []
+        self.batch = batch
+        self._calls = []
 
     def stop(self) -> list[Call]:
         self.batch = None
@@ -90,7 +91,8 @@ class Recorder:
 
     def _note(self, slot: str, name: str, function: Callable[..., Any], args: tuple[Any, ...], result: Any,
               cost: Cost) -> None:
-        given, made = _tensors(args), _tensors((result,))
+        given = _tensors(args)
+        made = _tensors((result,))
         apart = [tensor for tensor in made if all(tensor.data_ptr() != other.data_ptr() for other in given)]
         moved = cost.moved + sum(_bytes(tensor) for tensor in (*given, *apart))
         first = made[0].clone() if made and made[0].is_floating_point() and made[0].numel() <= KEPT else None
@@ -125,7 +127,8 @@ class RecordedOps:
     """An op table whose calls are written down."""
 
     def __init__(self, ops: Ops, recorder: Recorder) -> None:
-        self._ops, self._recorder = ops, recorder
+        self._ops = ops
+        self._recorder = recorder
         self.route = recorder.wrap("ops", "route", ops.route) if ops.route is not None else None
         signalling = getattr(ops, "route_signalling", None)
         self.route_signalling = recorder.wrap("ops", "route", signalling) if signalling is not None else None
@@ -141,7 +144,8 @@ class RecordedAttention:
     """A backend whose calls by layers are written down."""
 
     def __init__(self, backend: AttentionBackend, recorder: Recorder) -> None:
-        self._backend, self._recorder = backend, recorder
+        self._backend = backend
+        self._recorder = recorder
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._backend, name)
@@ -150,7 +154,9 @@ class RecordedAttention:
         return self._recorder.wrap("attention", name, found, self._cost)
 
     def _cost(self, args: tuple[Any, ...]) -> Cost:
-        layer, batch, plan = args[-1], self._recorder.batch, self._recorder.plan
+        layer = args[-1]
+        batch = self._recorder.batch
+        plan = self._recorder.plan
         assert batch is not None
         cached = sum(entry.token_bytes for entry in self._backend.kv_layout().entries) * int(batch.kv_lens.sum())
         pairs = float((batch.query_lens.astype(float) * (batch.kv_lens - (batch.query_lens - 1) / 2)).sum())
@@ -168,8 +174,10 @@ class RecordedScheme:
     """A quantization scheme whose methods' products are written down. ``quantized``: the checkpoint's weights are."""
 
     def __init__(self, scheme: QuantizationScheme, recorder: Recorder, quantized: bool) -> None:
-        self._scheme, self._recorder = scheme, recorder
-        model, element = recorder.plan.facts.model, DTYPE_BYTES[recorder.plan.dtype]
+        self._scheme = scheme
+        self._recorder = recorder
+        model = recorder.plan.facts.model
+        element = DTYPE_BYTES[recorder.plan.dtype]
         self._width = weight_bytes(model, element) if quantized else element
 
     def __getattr__(self, name: str) -> Any:

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 
 FLUSHED = 96 << 20  #: bytes written between calls: more than the second-level cache holds
-IN_A_GRAPH, REPLAYS = 10, 7
-HOST_SECONDS, HOST_RUNS = 0.05, 5  #: on the CPU a call is repeated for so long and at least so often
+IN_A_GRAPH = 10
+REPLAYS = 7
+#: on the CPU a call is repeated for so long and at least so often
+HOST_SECONDS = 0.05
+HOST_RUNS = 5
 
 
 def seconds(call: Callable[[], Any], device: str) -> tuple[float, bool]:

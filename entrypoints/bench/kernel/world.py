@@ -51,7 +51,8 @@ class NoiseSource:
     """A ``WeightSource`` that hands out slices of one random buffer, on the device: seconds for billions of weights."""
 
     def __init__(self, device: str, dtype: torch.dtype, seed: int) -> None:
-        self._device, self._dtype = device, dtype
+        self._device = device
+        self._dtype = dtype
         self._generator = torch.Generator(device).manual_seed(seed)
         self._noise = torch.empty(0)
 
@@ -84,7 +85,8 @@ class KernelWorld:
     """A rank's parts around a cut model. ``calls(shape)`` runs one step and returns what crossed the slots."""
 
     def __init__(self, plan: EnginePlan, plugins: PluginSet) -> None:
-        self.plan, self.worker = plan, make_worker(plan, 0)
+        self.plan = plan
+        self.worker = make_worker(plan, 0)
         self.recorder = Recorder(plan)
         plain = build_context(plan, plugins, self.worker)
         self.context = _recorded(plain, self.recorder)
@@ -136,7 +138,8 @@ class KernelWorld:
             noise = torch.randn(int(batch.kv_lens.max()), width, device=self.worker.device,
                                 generator=torch.Generator(self.worker.device).manual_seed(1))
             for pages, length in zip(batch.pages, batch.kv_lens):
-                first, column = int(pages[0]) * page, 0
+                first = int(pages[0]) * page
+                column = 0
                 for tensor in tensors:
                     count = tensor[0].numel()
                     tensor[first : first + length] = noise[:length, column : column + count].reshape(
@@ -161,10 +164,13 @@ def step_batch(plan: EnginePlan, device: str, shape: StepShape) -> Batch:
     starts = torch.arange(shape.rows + 1, dtype=torch.int32) * shape.queries
     generator = torch.Generator().manual_seed(plan.seed)
     ids = torch.randint(plan.facts.model.vocab_size, (len(positions),), generator=generator)
-    batch.input_ids, batch.positions, batch.slots = ids.to(device), positions.to(device), slots.to(device)
+    batch.input_ids = ids.to(device)
+    batch.positions = positions.to(device)
+    batch.slots = slots.to(device)
     batch.row_ids = torch.arange(shape.rows, device=device)
     batch.kv_lens_device = torch.from_numpy(batch.kv_lens).to(device)
-    batch.query_starts, batch.page_table = starts.to(device), torch.from_numpy(pages).to(device)
+    batch.query_starts = starts.to(device)
+    batch.page_table = torch.from_numpy(pages).to(device)
     batch.logits_index = None if decodes else (starts[1:].long() - 1).to(device)
     batch.agreed = shape_of(batch)
     return batch
@@ -190,7 +196,8 @@ def _watch(module: Module, recorder: Recorder) -> None:
 
 
 def _numbered(layer: DecoderLayer, recorder: Recorder) -> Callable[..., Any]:
-    inner, number = layer.forward, layer.attention.index
+    inner = layer.forward
+    number = layer.attention.index
 
     def forward(*args: Any) -> Any:
         recorder.layer = number

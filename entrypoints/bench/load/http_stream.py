@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 
 import orjson
 
-HEAD_END, BODY_END = b"\r\n\r\n", b"0\r\n\r\n"
+HEAD_END = b"\r\n\r\n"
+BODY_END = b"0\r\n\r\n"
 
 Piece = tuple[float, bytes]  #: time of arrival, ``time.perf_counter``
 
@@ -84,7 +85,8 @@ class _Collector(asyncio.Protocol):
 
     def __init__(self, request: bytes, done: asyncio.Future[list[Piece]]) -> None:
         self.done = done
-        self._request, self._pieces = request, list[Piece]()
+        self._request = request
+        self._pieces = list[Piece]()
         self._tail = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

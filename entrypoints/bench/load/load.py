@@ -60,7 +60,8 @@ async def drive(target: Target, backend: Backend, request: Request, prompts: Seq
         answers.take(index, asked)
         finished()
 
-    start, tasks = time.perf_counter(), list[asyncio.Task[None]]()
+    start = time.perf_counter()
+    tasks = list[asyncio.Task[None]]()
     async for prompt in _departures(load, prompts):
         tasks.append(asyncio.create_task(one(len(tasks), prompt)))
     await asyncio.gather(*tasks)

@@ -23,7 +23,9 @@ class LocalServer:
     """
 
     def __init__(self, config: dict[str, Any], *, threads: int | None = None, timeout: float = 300.0) -> None:
-        self.config, self.threads, self.timeout = config, threads, timeout
+        self.config = config
+        self.threads = threads
+        self.timeout = timeout
         self.port = free_port()
         self.base_url = f"http://127.0.0.1:{self.port}"
 

@@ -77,7 +77,8 @@ def measure(outcomes: Sequence[Outcome], duration: float, *, percentiles: Sequen
             goodput: dict[str, float] | None = None) -> Record:
     """The measured part of a record. Failed requests count in ``failed`` and nowhere else."""
     done = [outcome for outcome in outcomes if outcome.ok]
-    inputs, outputs = sum(o.prompt_tokens for o in done), sum(o.output_tokens for o in done)
+    inputs = sum(o.prompt_tokens for o in done)
+    outputs = sum(o.output_tokens for o in done)
     top = peaks(outcomes)
     record: Record = {
         "duration": duration, "completed": len(done), "failed": len(outcomes) - len(done),

@@ -31,7 +31,9 @@ class Mix:
     """Draws requests that ``plan``'s engine can serve, and now and then one that it cannot."""
 
     def __init__(self, rng: random.Random, plan: EnginePlan, abort_share: float, shared_share: float) -> None:
-        self._rng, self._abort, self._shared = rng, abort_share, shared_share
+        self._rng = rng
+        self._abort = abort_share
+        self._shared = shared_share
         self._vocab = plan.facts.model.vocab_size
         pool = (plan.sizes.num_pages - 1) * plan.sizes.page_size
         self._context = min(plan.sizes.context_length, pool)

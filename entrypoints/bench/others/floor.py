@@ -46,7 +46,8 @@ def step_bytes(model: ModelFacts, batch: int, context: int, *, element: float = 
 
     ``element``: bytes of an unquantized weight; a checkpoint in FP8 blocks keeps its own width, gate and head apart.
     """
-    width, layers = weight_bytes(model, element), model.num_layers
+    width = weight_bytes(model, element)
+    layers = model.num_layers
     routed = sum(is_moe_layer(model, layer) for layer in range(layers))
     plain = layers * _attention(model) + (layers - routed) * 3 * model.hidden_size * stated(model, "intermediate_size")
     fixed = plain * width + model.vocab_size * model.hidden_size * element
@@ -74,7 +75,9 @@ class PrefillWork:
 
 def prefill_work(model: ModelFacts, prompts: int, length: int) -> PrefillWork:
     """Of ``prompts`` prompts of ``length`` tokens, causal, un-absorbed, logits of the last token of each."""
-    layers, hidden, tokens = model.num_layers, model.hidden_size, prompts * length
+    layers = model.num_layers
+    hidden = model.hidden_size
+    tokens = prompts * length
     routed = sum(is_moe_layer(model, layer) for layer in range(layers))
     weights = layers * _attention(model) + (layers - routed) * 3 * hidden * stated(model, "intermediate_size")
     gates = 0
@@ -114,7 +117,8 @@ class Card:
     def served(self, model: ModelFacts, concurrency: int, prompt: int, output: int) -> dict[str, float]:
         """Floors of a closed loop by ``bench serving``'s keys: ``concurrency`` prompts come at once, one is computed
         after another, then all decode together, half-way through on average."""
-        prompts, step = self.prefill(model, concurrency, prompt), self.decode(model, concurrency, prompt + output // 2)
+        prompts = self.prefill(model, concurrency, prompt)
+        step = self.decode(model, concurrency, prompt + output // 2)
         first = max(self.prefill(model, 1, prompt), prompts * (concurrency + 1) / (2 * concurrency))
         return {"mean_ttft_ms": first * 1e3, "mean_tpot_ms": step * 1e3,
                 "output_throughput": concurrency * output / (prompts + (output - 1) * step)}
@@ -150,11 +154,15 @@ def weight_bytes(model: ModelFacts, element: float) -> float:
 
 def _attention(model: ModelFacts) -> int:
     """Weights of one attention layer."""
-    hidden, heads = model.hidden_size, model.num_heads
+    hidden = model.hidden_size
+    heads = model.num_heads
     if model.kind != "mla":
         return 2 * hidden * model.head_dim * (heads + model.num_kv_heads)
-    nope, v = stated(model, "qk_nope_head_dim"), stated(model, "v_head_dim")
-    query, rank, rope = heads * (nope + model.qk_rope_head_dim), model.kv_lora_rank, model.qk_rope_head_dim
+    nope = stated(model, "qk_nope_head_dim")
+    v = stated(model, "v_head_dim")
+    query = heads * (nope + model.qk_rope_head_dim)
+    rank = model.kv_lora_rank
+    rope = model.qk_rope_head_dim
     low = stated(model, "q_lora_rank")
     queries = hidden * low + low * query if low else hidden * query
     return queries + hidden * (rank + rope) + rank * heads * (nope + v) + heads * v * hidden

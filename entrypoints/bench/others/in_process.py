@@ -82,7 +82,8 @@ def run_static_batch(llm: LLM, prompts: Sequence[list[int]], output_len: int) ->
     begun = now = time.perf_counter()
     waiting = {llm.submit(prompt, params) for prompt in prompts}
     open_streams = set(waiting)
-    prefill, marks = 0.0, []
+    prefill = 0.0
+    marks = []
     while open_streams:
         deltas = llm.poll()
         now = time.perf_counter()

@@ -63,7 +63,8 @@ def family(pid: int) -> set[int]:
             children[int(stat.read_text().rpartition(")")[2].split()[1])].append(int(stat.parent.name))
         except (OSError, ValueError, IndexError):
             continue  # it has ended
-    found, waiting = set(), [pid]
+    found = set()
+    waiting = [pid]
     while waiting:
         one = waiting.pop()
         if one not in found:

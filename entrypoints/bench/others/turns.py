@@ -35,7 +35,10 @@ class Turn:
 
     def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str],
                  loaded: Loaded = lambda log: True) -> None:
-        self.name, self.log, self._loaded, self._held = name, log, loaded, False
+        self.name = name
+        self.log = log
+        self._loaded = loaded
+        self._held = False
         self._error: RuntimeError | None = None
         with log.open("wb") as output:
             self._process = subprocess.Popen(
@@ -136,7 +139,8 @@ def in_turns(starts: Sequence[Callable[[], Turn]], together: bool, timeout: floa
 
 
 def _load(turns: Sequence[Turn], timeout: float, hold: bool = True) -> None:
-    waiting, deadline = list(turns), time.monotonic() + timeout
+    waiting = list(turns)
+    deadline = time.monotonic() + timeout
     while waiting:
         for turn in [turn for turn in waiting if turn.loaded()]:
             waiting.remove(turn)

@@ -69,7 +69,8 @@ def measure(llm: Any, args: argparse.Namespace, batch: int) -> None:
             steps += decode_steps(ends, args.output_len)
     finally:
         llm.llm_engine.step = step
-    prefill, decode = statistics.median(prefills), statistics.median(steps)
+    prefill = statistics.median(prefills)
+    decode = statistics.median(steps)
     print(f"batch {batch}: prefill {prefill * 1e3:.1f} ms ({batch * args.input_len / prefill:.0f} tokens/s), "
           f"decode step {decode * 1e3:.3f} ms ({batch / decode:.0f} tokens/s)", flush=True)
 

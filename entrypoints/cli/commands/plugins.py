@@ -31,7 +31,8 @@ def run(args: argparse.Namespace) -> int:
 
 def listing(plugins: PluginSet) -> list[dict[str, Any]]:
     """One entry a plugin: name, distribution, version, hooks, and its components with slot, contract, availability."""
-    packages, machine = plugins.software.packages, this_machine()
+    packages = plugins.software.packages
+    machine = this_machine()
     found: dict[str, dict[str, Any]] = {}
     for source in plugins.sources:
         found[source.name] = {"name": source.name, "distribution": source.distribution, "version": source.version,

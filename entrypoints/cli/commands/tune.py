@@ -65,7 +65,9 @@ def _tune(args: argparse.Namespace, found: Tuner, plugin: str, config: Mapping[s
     started = time.monotonic()
     plan = _plan(config, plugins, folder)
     factory = _factory(found, plugin)
-    tuner, shapes, rows = factory(plan), layer_shapes(plan, plugins), tuple(args.rows)
+    tuner = factory(plan)
+    shapes = layer_shapes(plan, plugins)
+    rows = tuple(args.rows)
     tables = _asked(tuner.tables(shapes, rows), args.tables)
     if args.only_list or not tables:
         _show(tables, "run it without --list")

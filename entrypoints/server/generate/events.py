@@ -18,7 +18,8 @@ class ChoiceEvents:
     """``head``: the fields that all chunks of a stream share. ``continuous``: every chunk brings the usage so far."""
 
     def __init__(self, head: Mapping[str, Any], usage: UsageCount, options: StreamOptions | None) -> None:
-        self._head, self._usage = head, usage
+        self._head = head
+        self._usage = usage
         self._at_end = options is not None and options.include_usage
         self.continuous = options is not None and options.continuous_usage_stats
 

@@ -129,7 +129,8 @@ class Meter:
     __slots__ = ("_arrival", "_first", "_last", "_metrics", "_record", "_tokens")
 
     def __init__(self, metrics: Metrics, params: SamplingParams, record: RequestRecord | None) -> None:
-        self._metrics, self._record = metrics, record
+        self._metrics = metrics
+        self._record = record
         self._arrival = time.monotonic()
         self._first = self._last = 0.0
         self._tokens = 0

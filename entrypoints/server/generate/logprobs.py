@@ -27,7 +27,10 @@ class CompletionLogprobs:
     """``choices[].logprobs`` of ``/v1/completions``; ``text_offset`` counts characters from ``offset``."""
 
     def __init__(self, names: TokenNames, top: int, as_ids: bool, offset: int = 0) -> None:
-        self._names, self._top, self._as_ids, self._offset = names, top, as_ids, offset
+        self._names = names
+        self._top = top
+        self._as_ids = as_ids
+        self._offset = offset
         self._clear()
 
     def _clear(self) -> None:

@@ -24,7 +24,8 @@ class UsageCount:
         self._reasoning[sequence] = reasoning_tokens
 
     def body(self) -> dict[str, Any]:
-        prompt, output = sum(self._prompt.values()), sum(self._output.values())
+        prompt = sum(self._prompt.values())
+        output = sum(self._output.values())
         return {
             "prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},

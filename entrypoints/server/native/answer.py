@@ -30,7 +30,8 @@ class NativeOutputs:
     """``add`` takes a delta in and returns the sequence's answer so far."""
 
     def __init__(self, context: Context, request: GenerateRequest, ids: list[str], prompts: list[list[int]]) -> None:
-        self._names, self._request = context.names, request
+        self._names = context.names
+        self._request = request
         self._with_text = bool(request.return_text_in_logprobs)
         self._top = request.top_logprobs_num or 0
         self._start = -1 if request.logprob_start_len is None else request.logprob_start_len
@@ -57,7 +58,8 @@ class NativeOutputs:
         known = native_logprobs(self._names, output.prompt[1:], delta.prompt_logprobs, self._with_text)
         scores: Native = [(None, first, self._names.text(first) if self._with_text else None), *known]
         top: list[Native] = [[], *native_top(self._names, delta.prompt_logprobs, self._top, self._with_text)]
-        output.input_scores, output.input_top = scores[self._start:], top[self._start:]
+        output.input_scores = scores[self._start:]
+        output.input_top = top[self._start:]
 
     def _meta(self, output: Output, delta: Delta) -> dict[str, Any]:
         meta: dict[str, Any] = {

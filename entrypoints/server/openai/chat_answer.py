@@ -53,7 +53,9 @@ class ChatAnswer:
         n = request.n or 1
         factories: list[OutputParserFactory] = list(context.parsers) if request.separate_reasoning else []
         thinking = wanted_thinking(request)
-        self.request, self.prompt, self._context = request, prompt, context
+        self.request = request
+        self.prompt = prompt
+        self._context = context
         self.choices = [Choice(Split(factories, prompt_text[-TAIL:], thinking)) for _ in range(n)]
         self.usage = UsageCount(n)
         self._top = (request.top_logprobs or 0) if request.logprobs else 0
@@ -129,7 +131,8 @@ class ChatChunks(ChatAnswer):
         super().__init__(context, request, prompt, rid, prompt_text)
         self._events = ChoiceEvents({**self._head, "object": "chat.completion.chunk"}, self.usage,
                                     request.stream_options)
-        self.counts_always, self.end = self._events.continuous, self._events.end
+        self.counts_always = self._events.continuous
+        self.end = self._events.end
 
     def add(self, index: int, delta: Delta) -> bytes:
         """Events of one step of one choice, as one write; b"" when there is nothing to show yet."""
@@ -144,7 +147,8 @@ class ChatChunks(ChatAnswer):
         ids = delta.token_ids if self.request.return_token_ids else None
         if reasoning:
             parts.append(self._events.of(self._fields(index, self._with_reasoning({}, reasoning), logprobs, ids)))
-            logprobs, ids = None, None
+            logprobs = None
+            ids = None
         if logprobs or ids or (content and self.counts_always):
             parts.append(self._events.of(self._fields(index, {"content": content}, logprobs, ids)))
         elif content:
@@ -169,7 +173,8 @@ class ChatChunks(ChatAnswer):
         choice.held.append(reasoning)
         if not complete:
             return ""
-        whole, choice.held = "".join(choice.held), []
+        whole = "".join(choice.held)
+        choice.held = []
         return whole
 
     @staticmethod

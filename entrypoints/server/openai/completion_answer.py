@@ -40,7 +40,8 @@ class CompletionAnswer:
     def __init__(self, context: Context, request: CompletionRequest, prompts: list[Prompt], echoed: list[str],
                  rid: str) -> None:
         self.n = request.n or 1
-        self.request, self._context = request, context
+        self.request = request
+        self._context = context
         self.usage = UsageCount(self.n)
         self._only_prompt = request.max_tokens == 0
         self.choices = [self._choice(prompt, text) for prompt, text in zip(prompts, echoed, strict=True)
@@ -67,7 +68,8 @@ class CompletionAnswer:
             if delta.logprobs is not None:
                 choice.logprobs.add(ids, delta.logprobs)
         if not choice.started:
-            choice.started, text = True, choice.echoed + text
+            choice.started = True
+            text = choice.echoed + text
         if delta.finish_reason is not None:
             choice.end = delta
         return text, ids
@@ -108,7 +110,8 @@ class CompletionChunks(CompletionAnswer):
                  rid: str) -> None:
         super().__init__(context, request, prompts, echoed, rid)
         self._events = ChoiceEvents(self._head, self.usage, request.stream_options)
-        self.counts_always, self.end = self._events.continuous, self._events.end
+        self.counts_always = self._events.continuous
+        self.end = self._events.end
 
     def add(self, index: int, delta: Delta) -> bytes:
         choice = self.choices[index]

@@ -74,7 +74,8 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        self._in_head, self._head_bytes = True, 0
+        self._in_head = True
+        self._head_bytes = 0
         self._disarm()
         super().on_message_complete()
 

@@ -30,8 +30,11 @@ class Gate:
 
     def __init__(self, app: ASGIApp, max_body_bytes: int, metrics: Metrics, log: RequestLog,
                  polls: Collection[str]) -> None:
-        self._app, self._max_body, self._metrics = app, max_body_bytes, metrics
-        self._log, self._polls = log, frozenset(polls)
+        self._app = app
+        self._max_body = max_body_bytes
+        self._metrics = metrics
+        self._log = log
+        self._polls = frozenset(polls)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -110,7 +110,9 @@ class EventStream(Response):
     def __init__(self, source: AsyncGenerator[bytes, None], metrics: Metrics, stall: float,
                  headers: dict[str, str] | None = None) -> None:
         super().__init__(headers=headers)
-        self._source, self._metrics, self._stall = source, metrics, stall
+        self._source = source
+        self._metrics = metrics
+        self._stall = stall
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         _record(scope).streamed = True

@@ -125,7 +125,9 @@ def gated(x: Tensor, x_scales: Tensor, held: Tensor | TensorDescriptor, w13: Ten
 
     ``options``: TMA, EVEN, num_warps, num_stages and those of ``dependent``.
     """
-    inter, depth, pairs = w13.shape[1] // 2, w13.shape[2], ids.numel()
+    inter = w13.shape[1] // 2
+    depth = w13.shape[2]
+    pairs = ids.numel()
     assert fits(pairs, inter), "more blocks of columns than there are tickets"
     values, scales = fp8_quant.empty_quantized(pairs, inter, x.device)
     places = pairs * (inter // BLOCK)

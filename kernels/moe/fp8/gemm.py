@@ -169,7 +169,8 @@ def _held(weight: Tensor, block_n: int, tma: bool) -> Tensor | TensorDescriptor:
     """weight [E, N, K] for a kernel: itself, or a descriptor of [E * N, K]."""
     if not tma:
         return weight
-    rows, depth = weight.shape[0] * weight.shape[1], weight.shape[2]
+    rows = weight.shape[0] * weight.shape[1]
+    depth = weight.shape[2]
     return TensorDescriptor(weight, [rows, depth], [depth, 1], [block_n, BLOCK])
 
 
@@ -226,7 +227,8 @@ def product(x: Tensor, x_scales: Tensor, weight: Tensor, w_scales: Tensor, tiles
 def gated_product(x: Tensor, x_scales: Tensor, w13: Tensor, scales13: Tensor, tiles: Tiles, tile: int, pairs: int,
                   per_token: int, config: Config) -> tuple[Tensor, Tensor]:
     """Quantised silu(gate) * up of every pair: E4M3 [pairs, I] and scales. I must be a multiple of 128."""
-    inter, depth = w13.shape[1] // 2, w13.shape[2]
+    inter = w13.shape[1] // 2
+    depth = w13.shape[2]
     options = _options({**config, "BLOCK_N": BLOCK}, tile, depth, inter, tiles)
     del options["BLOCK_N"]
     splits = options.pop("SPLITS", 1)
@@ -246,7 +248,9 @@ def gated_product(x: Tensor, x_scales: Tensor, w13: Tensor, scales13: Tensor, ti
 def products(x: Tensor, x_scales: Tensor, w13: Tensor, scales13: Tensor, w2: Tensor, scales2: Tensor, ids: Tensor,
              weights: Tensor, dtype: torch.dtype, config: Config) -> Tensor:
     """x [T, H] quantised, ids and weights float32 [T, K] -> weighted rows [T * K, H] for ``moe_sum``."""
-    per_token, pairs, tile = ids.shape[1], ids.numel(), config["BLOCK_M"]
+    per_token = ids.shape[1]
+    pairs = ids.numel()
+    tile = config["BLOCK_M"]
     if moe_fp8_tiles.on_hopper(config):
         order = align(ids, w13.shape[0], tile)
         inner = moe_gemm_fp8_hopper.gated_product(x, x_scales, w13, scales13, ids, order, dtype, config["first"])

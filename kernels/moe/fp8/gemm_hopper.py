@@ -43,7 +43,9 @@ PARTS = 3  #: and groups that share a tile's weights
 COLUMNS = 128  #: of a tile, as many as a block of weights with one scale; half gates, half ups in the first product
 DEPTH = 128
 RING = 5  #: parts of the depth that are on their way or being multiplied
-MULTIPLYING, FETCHING = 160, 32  #: registers of a thread
+#: registers of a thread
+MULTIPLYING = 160
+FETCHING = 32
 
 
 @gluon.jit
@@ -201,7 +203,9 @@ def _tiled(value: Tensor) -> TensorDescriptor:
 
 def _launch(x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, out: Tensor, weights: Tensor | None,
             order: Alignment, pairs: int, config: Config) -> Tensor:
-    depth, columns, up = x.shape[1], out.shape[1], weights is None
+    depth = x.shape[1]
+    columns = out.shape[1]
+    up = weights is None
     assert depth % DEPTH == 0 and columns % COLUMNS == 0 and x_scales.stride(0) == 1, "sizes that tiles do not fit"
     n_blocks = columns // (COLUMNS // 2 if up else COLUMNS)
     programs = min(processors(x.device), len(order.expert_of_block) * n_blocks)

@@ -35,11 +35,13 @@ def rule(tokens: int, per_token: int, experts: int, has_hopper: bool) -> Config:
     """A configuration for a problem that nobody has tuned, by the rows that an expert gets."""
     rows = tokens * per_token / experts
     if rows <= FEW:
-        block, each = 16 if rows <= 10 else 32, {"SWAP": True, "TMA": True, "num_warps": 4, "num_stages": 3}
+        block = 16 if rows <= 10 else 32
+        each = {"SWAP": True, "TMA": True, "num_warps": 4, "num_stages": 3}
     elif has_hopper:
         return hopper(1)
     else:
-        block, each = 128, {"SWAP": False, "TMA": True, "num_warps": 8, "num_stages": 3}
+        block = 128
+        each = {"SWAP": False, "TMA": True, "num_warps": 8, "num_stages": 3}
     return {"BLOCK_M": block, "FUSE": block < 128, "PAIRED": tokens <= 1, "first": {**each, "BLOCK_N": 128},
             "second": {**each, "BLOCK_N": 128}}
 

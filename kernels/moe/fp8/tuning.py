@@ -65,7 +65,8 @@ class _Experts:
 
     @staticmethod
     def make(problem: Problem, held: int) -> _Experts:
-        hidden, inter = problem.hidden, problem.inter
+        hidden = problem.hidden
+        inter = problem.inter
         return _Experts(random_fp8(held, 2 * inter, hidden),
                         torch.rand(held, 2 * inter // BLOCK, hidden // BLOCK, device="cuda"),
                         random_fp8(held, hidden, inter),
@@ -73,7 +74,9 @@ class _Experts:
 
     def call(self, kind: str, config: Config, x: tuple[Tensor, Tensor], ids: Tensor, weights: Tensor,
              tiles: moe_gemm_fp8.Tiles) -> object:
-        tile, pairs, per_token = config["BLOCK_M"], ids.numel(), ids.shape[1]
+        tile = config["BLOCK_M"]
+        pairs = ids.numel()
+        per_token = ids.shape[1]
         own = without(config, "BLOCK_M")
         if "GROUP" in config:
             order = Alignment(*tiles[:3], ends=tiles.filled)  # nobody asks for ends

@@ -69,7 +69,8 @@ class Source:
 
     def _pair_turn(self) -> tuple[str, str, bool]:
         pair = self.rng.choice(self.pairs[self.rng.choices(self.sources, self.source_weights)[0]])
-        ask, think = self.rng.choice(pair.asks), self.rng.random() < THINK_SHARE
+        ask = self.rng.choice(pair.asks)
+        think = self.rng.random() < THINK_SHARE
         if self.rng.random() < 0.1:  # users do not always write neatly
             ask = ask.rstrip("?.")
         if self.rng.random() < 0.1:

@@ -20,7 +20,9 @@ from glowplug.models.embedded.tasks import make_task
 from glowplug.models.embedded.training import facts, pydocs, tokenizer
 from glowplug.models.embedded.training.wordnet import WordNet
 
-PROSE, PAIRS, HELD_OUT = "prose.npy", "pairs.jsonl", "held_out.jsonl"
+PROSE = "prose.npy"
+PAIRS = "pairs.jsonl"
+HELD_OUT = "held_out.jsonl"
 HELD_OUT_BUCKETS = 50
 DEFINED_WORDS = 4000
 

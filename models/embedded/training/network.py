@@ -22,14 +22,16 @@ def yarn_frequencies(shape: Shape, fast: float = 32.0, slow: float = 1.0) -> Ten
         return shape.rope * math.log(wave) / (2 * math.log(shape.rope_theta))
 
     base = shape.rope_theta ** (-torch.arange(0, shape.rope, 2, dtype=torch.float32) / shape.rope)
-    low, high = max(math.floor(turns_to_dim(fast)), 0), min(math.ceil(turns_to_dim(slow)), shape.rope - 1)
+    low = max(math.floor(turns_to_dim(fast)), 0)
+    high = min(math.ceil(turns_to_dim(slow)), shape.rope - 1)
     ramp = ((torch.arange(shape.rope // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
     return base / shape.yarn_factor * ramp + base * (1 - ramp)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the interleaved pairs of x [B, T, heads, rope] by the angles [T, 1, rope / 2]."""
-    even, odd = x[..., 0::2].float(), x[..., 1::2].float()
+    even = x[..., 0::2].float()
+    odd = x[..., 1::2].float()
     return torch.cat((even * cos - odd * sin, odd * cos + even * sin), dim=-1).to(x.dtype)
 
 
@@ -133,7 +135,9 @@ class MoE(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        count, width, hidden = shape.experts, shape.expert_width, shape.hidden
+        count = shape.experts
+        width = shape.expert_width
+        hidden = shape.hidden
         self.gate = Router(shape)
         self.experts_gate = nn.Parameter(torch.randn(count, width, hidden) * hidden**-0.5)
         self.experts_up = nn.Parameter(torch.randn(count, width, hidden) * hidden**-0.5)
@@ -142,9 +146,15 @@ class MoE(nn.Module):
         self.quantized = False
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up, down, rows = self.experts_gate, self.experts_up, self.experts_down, x
+        gate = self.experts_gate
+        up = self.experts_up
+        down = self.experts_down
+        rows = x
         if self.quantized:
-            gate, up, down, rows = fake_weight(gate), fake_weight(up), fake_weight(down), fake_activation(x)
+            gate = fake_weight(gate)
+            up = fake_weight(up)
+            down = fake_weight(down)
+            rows = fake_activation(x)
         inner = F.silu(F.linear(rows, gate.flatten(0, 1))) * F.linear(rows, up.flatten(0, 1))
         weighted = inner.unflatten(-1, (gate.shape[0], -1)) * self.gate(x).unsqueeze(-1).to(inner.dtype)
         weighted = weighted.flatten(-2)

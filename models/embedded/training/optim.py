@@ -25,7 +25,9 @@ class Muon:
 
     def __init__(self, parameters: Iterable[nn.Parameter], rate: float, momentum: float = 0.95,
                  decay: float = 0.05) -> None:
-        self.rate, self.momentum, self.decay = rate, momentum, decay
+        self.rate = rate
+        self.momentum = momentum
+        self.decay = decay
         self.stacks: dict[torch.Size, list[nn.Parameter]] = {}
         for parameter in parameters:
             self.stacks.setdefault(parameter.shape[-2:], []).append(parameter)
@@ -35,7 +37,8 @@ class Muon:
     def step(self, factor: float) -> None:
         rate = self.rate * factor
         for shape, group in self.stacks.items():
-            buffers, gradients = self.buffers[shape], [p.grad for p in group if p.grad is not None]
+            buffers = self.buffers[shape]
+            gradients = [p.grad for p in group if p.grad is not None]
             torch._foreach_lerp_(buffers, gradients, 1 - self.momentum)
             mixed = torch._foreach_lerp(gradients, buffers, self.momentum)
             updates = orthogonalize(torch.cat([m.reshape(-1, *shape) for m in mixed]))

@@ -70,7 +70,10 @@ def main() -> None:
     engine = LLM(model=options.model, plugins=options.plugin, context_length=1024,
                  scheduler={"max_running_requests": options.batch})  # fmt: skip
     asks = questions(WordNet(options.wordnet))
-    ends, rounds, kept, seen = time.monotonic() + options.minutes * 60, 0, 0, set()
+    ends = time.monotonic() + options.minutes * 60
+    rounds = 0
+    kept = 0
+    seen = set()
     with options.out.open("w", encoding="utf-8") as file:
         while time.monotonic() < ends and rounds != (options.rounds or -1):
             batch = [next(asks) for _ in range(options.batch)]

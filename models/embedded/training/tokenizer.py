@@ -10,8 +10,11 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 VOCABULARY = 2048
-BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
-USER, ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
+BOS = "<｜begin▁of▁sentence｜>"
+EOS = "<｜end▁of▁sentence｜>"
+PAD = "<｜▁pad▁｜>"
+USER = "<｜User｜>"
+ASSISTANT = "<｜Assistant｜>"
 CONTROL = (BOS, EOS, PAD, USER, ASSISTANT)
 # Written by the model and read by output parsers, so not skipped when decoding.
 VISIBLE = (
@@ -86,7 +89,9 @@ def prompt_text(turns: Sequence[Turn], question: str, *, think: bool = False, sy
 
 def answer_mask(ids: Sequence[int]) -> list[bool]:
     """Which ids the assistant itself writes: after its tag (and an opening think tag and newline), EOS included."""
-    mask, answering, skip = [], False, 0
+    mask = []
+    answering = False
+    skip = 0
     for place, token in enumerate(ids):
         if token == THINK_ID and place and ids[place - 1] == ASSISTANT_ID:
             skip = 2

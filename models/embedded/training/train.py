@@ -138,7 +138,10 @@ def run(options: argparse.Namespace) -> None:
 def train_loop(trainer: Trainer, source: Iterator[batches.Batch], options: argparse.Namespace) -> None:
     trainer.step(next(source), 0.0, 0.0)  # compiles before the clock starts
     clock = Clock(options.steps, options.minutes * 60, time.monotonic())
-    averages, fp8, log, next_report = torch.zeros(2), False, [], options.report_every
+    averages = torch.zeros(2)
+    fp8 = False
+    log = []
+    next_report = options.report_every
     while clock.progress < 1:
         if not fp8 and clock.progress >= options.fp8_from:
             fp8 = True

@@ -40,7 +40,8 @@ class Fa3Mha(PagedMha):
 
     def __init__(self, options: AttentionOptions, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
-        self._buffers, self._device = SlotBuffers(), torch.device(worker.device)
+        self._buffers = SlotBuffers()
+        self._device = torch.device(worker.device)
         self._decoding: _Rows | None = None
         self._prefilling: _Rows | None = None
 
@@ -57,7 +58,9 @@ class Fa3Mha(PagedMha):
         self._decoding = self._rows(batch, slot, 0, rows, self._buffers)
 
     def _rows(self, batch: Batch, slot: object | None, first: int, end: int, buffers: SlotBuffers) -> _Rows:
-        table, lens, page = batch.page_table[first:end], batch.kv_lens_device[first:end], self._page_size
+        table = batch.page_table[first:end]
+        lens = batch.kv_lens_device[first:end]
+        page = self._page_size
         if batch.first_key:
             table, lens = buffers.shifted(slot, table, lens, batch.first_key, page)
             page = 1
@@ -76,9 +79,11 @@ class Fa3Mha(PagedMha):
         return torch.flatten(out, 0, 1)
 
     def plan_prefill(self, batch: Batch, first: int) -> None:
-        queries, keys = batch.query_lens[first:], batch.kv_lens[first:] - batch.first_key
+        queries = batch.query_lens[first:]
+        keys = batch.kv_lens[first:] - batch.first_key
         rows = self._rows(batch, None, first, batch.num_rows, SlotBuffers())  # beside those of decoding rows
-        rows.starts, rows.longest = batch.query_starts[first:] - batch.decode_tokens, int(queries.max())
+        rows.starts = batch.query_starts[first:] - batch.decode_tokens
+        rows.longest = int(queries.max())
         if np.array_equal(queries, keys):
             rows.table = None
         self._prefilling = rows

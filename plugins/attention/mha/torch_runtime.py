@@ -32,7 +32,8 @@ class TorchMha:
         self._kv: tuple[Mapping[str, Tensor], ...] = ()
         self._groups: list[Group | LongRow] = []
         self._slots: Tensor | None = None
-        self._kv_heads, self._head_dim = local_kv_heads(plan), plan.facts.model.head_dim
+        self._kv_heads = local_kv_heads(plan)
+        self._head_dim = plan.facts.model.head_dim
         per_key = 2 * self._kv_heads * self._head_dim
         self._limits = GroupLimits(decode_keys=max(64, GATHERED_NUMBERS // per_key),
                                    keys=max(64, PIECE_NUMBERS // per_key))
@@ -55,7 +56,8 @@ class TorchMha:
 
     def mha(self, q: Tensor, k: Tensor, v: Tensor, layer: MhaLayer) -> Tensor:
         pool = self._kv[layer.index]
-        k, v = store(pool["k"], self._slots, k), store(pool["v"], self._slots, v)
+        k = store(pool["k"], self._slots, k)
+        v = store(pool["v"], self._slots, v)
         parts = []
         for group in self._groups:
             query = group.take(q)
@@ -73,7 +75,8 @@ class TorchMha:
 
     def _cached(self, group: Group, query: Tensor, pool: Mapping[str, Tensor], layer: MhaLayer) -> Tensor:
         assert group.bias is not None
-        key, value = group.gather(pool["k"]).to(query.dtype), group.gather(pool["v"]).to(query.dtype)
+        key = group.gather(pool["k"]).to(query.dtype)
+        value = group.gather(pool["v"]).to(query.dtype)
         return group.unpack(mha.attend(group.pack(query), key, value, layer.scale, group.bias))
 
     def _long(self, row: LongRow, query: Tensor, key: Tensor, value: Tensor, layer: MhaLayer) -> Tensor:

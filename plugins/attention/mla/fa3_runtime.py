@@ -46,7 +46,8 @@ class Fa3Mla(PagedMla):
         self._buffers.reserve(self.reserves(decoding_rows(limits, self._plan, self._heads)), self._device)
 
     def plan_decode(self, batch: Batch, slot: object | None, first: int, rows: int, width: int) -> None:
-        table, lens = batch.page_table[first : first + rows], batch.kv_lens_device[first : first + rows]
+        table = batch.page_table[first : first + rows]
+        lens = batch.kv_lens_device[first : first + rows]
         page = self._page_size
         if batch.first_key:
             table, lens = self._buffers.shifted(slot, table, lens, batch.first_key, page)

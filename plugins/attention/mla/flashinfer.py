@@ -36,7 +36,8 @@ def check(context: CheckContext) -> Iterator[Refusal]:
     cluster_tile_q) / num_heads`` rounds down), so that a token cut by the end of a tile would miss its newest keys.
     """
     yield from _check_sizes(context)
-    width, mesh = context.values["width"], context.values["mesh"]
+    width = context.values["width"]
+    mesh = context.values["mesh"]
     heads = context.facts.model.num_heads // axis_size("attn_tp", mesh) if divides(mesh) else 0
     if heads and width > 1 and width * heads > TILE and TILE % heads:
         yield Refusal("flashinfer_mla", "attention.use", f"flashinfer_mla takes several query tokens a row in tiles of "

@@ -60,12 +60,14 @@ class FlashInferMla(PagedMla):
         super().__init__(options, plan, worker)
         facts = plan.facts.model
         self._heads = facts.num_heads // axis_size("attn_tp", plan.mesh)
-        self._query, self._value = facts.config["qk_nope_head_dim"] + self._rope, facts.config["v_head_dim"]
+        self._query = facts.config["qk_nope_head_dim"] + self._rope
+        self._value = facts.config["v_head_dim"]
         self._scale = RopeConfig.read(facts.config).softmax_scale(self._query)
         self._workspace: Tensor | None = None  # one for all: their kernels run one after the other
         self._wrappers: dict[object, _Wrapper] = {}
         self._buffers = SlotBuffers()
-        self._drafts, self._turns = plan.sizes.width > 1, cycle(range(plan.sizes.width))
+        self._drafts = plan.sizes.width > 1
+        self._turns = cycle(range(plan.sizes.width))
         self._decode: _Wrapper | None = None
         self._page = self._page_size
         self._calls: dict[int, _Wrapper] = {}
@@ -78,12 +80,16 @@ class FlashInferMla(PagedMla):
 
     def plan_decode(self, batch: Batch, slot: object | None, first: int, rows: int, width: int) -> None:
         own = slice(first, first + rows)
-        table, lens, bounds = batch.page_table[own], batch.kv_lens_device[own], batch.kv_lens[own]
+        table = batch.page_table[own]
+        lens = batch.kv_lens_device[own]
+        bounds = batch.kv_lens[own]
         self._page = self._page_size
         if batch.first_key:
             table, lens = self._buffers.shifted(slot, table, lens, batch.first_key, self._page_size)
-            bounds, self._page = np.maximum(bounds - np.int32(batch.first_key), 0), 1
-        pages, starts = table.reshape(-1), torch.arange(rows + 1, dtype=torch.int32)
+            bounds = np.maximum(bounds - np.int32(batch.first_key), 0)
+            self._page = 1
+        pages = table.reshape(-1)
+        starts = torch.arange(rows + 1, dtype=torch.int32)
         self._decode = self._wrapper(slot, rows, pages)
         self._decode.plan(
             starts * width, starts * table.shape[1], pages, torch.from_numpy(bounds), self._heads, self._lora,

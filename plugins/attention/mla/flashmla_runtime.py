@@ -39,7 +39,8 @@ class FlashMla(Fa3Mla):
     def __init__(self, options: AttentionOptions, plan: EnginePlan, worker: Worker) -> None:
         super().__init__(options, plan, worker)
         self._rows: _Rows | None = None
-        self._narrow, self._unscaled = False, torch.ones(1, device=self._device)
+        self._narrow = False
+        self._unscaled = torch.ones(1, device=self._device)
 
     def reserves(self, step: DecodingRows) -> int:
         return slots_bytes(step)

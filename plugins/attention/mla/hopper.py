@@ -26,14 +26,16 @@ class HopperMlaOptions(AbsorbedOptions):
 @hookimpl
 def plan_remarks(context: CheckContext) -> list[Decision]:
     """Whose kernels decode so many rows, and what a shorter context would change."""
-    chosen, values = context.chosen.get("attention", ()), context.values
+    chosen = context.chosen.get("attention", ())
+    values = context.values
     if not chosen or chosen[0].name != "hopper_mla":
         return []
     if values["kv_dtype"] not in SIXTEEN_BITS:
         return [Decision(FIELD, "triton", "hopper_mla", "FlashMLA reads no cache of 8 bits here")]
     width = values["width"]
     queries = width * context.facts.model.num_heads // axis_size("attn_tp", values["mesh"])
-    used, short = line(queries, values["positions"], width), line(queries, SHORT_CONTEXT, width)
+    used = line(queries, values["positions"], width)
+    short = line(queries, SHORT_CONTEXT, width)
     why = f"rows of {queries} queries, as measured on an H200: {_words(used)}"
     if short != used and values["short_rows"]:
         why += f"; where no row of a captured step is longer than {SHORT} keys: {_words(short)}"

@@ -25,7 +25,8 @@ class HopperMla(FlashMla):
         super().__init__(options, plan, worker)
         self._own = TritonMla(TritonMlaOptions(), plan, worker)
         self._only_own = plan.kv_dtype not in SIXTEEN_BITS
-        self._by_own, self._longest = False, plan.sizes.positions
+        self._by_own = False
+        self._longest = plan.sizes.positions
 
     def reserves(self, step: DecodingRows) -> int:
         return no_bytes(step)

@@ -54,7 +54,8 @@ class TorchMla:
         self._row_keys = few.row_keys(plan.facts.model.num_heads, *_sizes(plan)) if plain else 0
 
     def kv_layout(self) -> KVLayout:
-        facts, dtype = self._plan.facts.model, self._plan.kv_dtype
+        facts = self._plan.facts.model
+        dtype = self._plan.kv_dtype
         return KVLayout(kv_layers(self._plan), self._page_size, (
             KVEntry("latent", (facts.kv_lora_rank,), dtype), KVEntry("rope", (facts.qk_rope_head_dim,), dtype)))
 
@@ -102,7 +103,8 @@ class TorchMla:
     def _absorbed(self, group: Group, q_nope: Tensor, q_rope: Tensor, pool: Mapping[str, Tensor],
                   layer: MlaLayer) -> Tensor:
         assert group.bias is not None
-        latent, rope = group.gather(pool["latent"]).to(q_nope.dtype), group.gather(pool["rope"]).to(q_nope.dtype)
+        latent = group.gather(pool["latent"]).to(q_nope.dtype)
+        rope = group.gather(pool["rope"]).to(q_nope.dtype)
         q_latent = group.pack(mla.absorb_query(q_nope, layer.w_uk))
         out = mla.attend_latent(q_latent, group.pack(q_rope), latent, rope, layer.scale, group.bias)
         return mla.project_output(group.unpack(out), layer.w_uv)
@@ -117,7 +119,8 @@ class TorchMla:
                   layer: MlaLayer) -> Tensor:
         assert group.bias is not None
         shape = (group.rows, group.length, layer.heads)
-        latent, rope = group.gather(pool["latent"]).flatten(0, 1), group.gather(pool["rope"]).flatten(0, 1)
+        latent = group.gather(pool["latent"]).flatten(0, 1)
+        rope = group.gather(pool["rope"]).flatten(0, 1)
         key, value = _expand(latent.to(q_nope.dtype), rope.to(q_nope.dtype), layer)
         query = group.pack(torch.cat((q_nope, q_rope), dim=-1))
         out = mha.attend(query, key.view(*shape, -1), value.view(*shape, -1), layer.scale, group.bias)
@@ -125,7 +128,8 @@ class TorchMla:
 
     def _long(self, row: LongRow, q_nope: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor,
               layer: MlaLayer) -> Tensor:
-        pool, dtype = self._kv[layer.index], q_nope.dtype
+        pool = self._kv[layer.index]
+        dtype = q_nope.dtype
         query = torch.cat((q_nope, q_rope), dim=-1)
         state = mha.partial_attention(query, *_expand(latent, rope, layer), layer.scale, causal=True)
         for slots in row.pieces:

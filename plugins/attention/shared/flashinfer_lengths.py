@@ -17,7 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 FIELDS = 18  #: numbers in a plan: clusters, and where in the buffers each list begins, in bytes
-CLUSTERS, QUERY_START, KEYS, KEY_END, WORK_STARTS = 1, 2, 11, 14, 15
+CLUSTERS = 1
+QUERY_START = 2
+KEYS = 11
+KEY_END = 14
+WORK_STARTS = 15
 
 LISTS = 1 << 20  #: bytes; a plan takes nine lists of 16,384 works and five of a number a multiprocessor: 0.6 MB
 
@@ -56,7 +60,9 @@ class Works:
 def set_lengths(wrapper: Any, lens: Tensor, width: int) -> None:
     """Rows of ``width`` queries have ``lens`` int32 [R] keys, on the device; none has more than was planned."""
     works = Works(wrapper)
-    rows, keys, ends = works.there(QUERY_START), works.there(KEYS), works.there(KEY_END)
+    rows = works.there(QUERY_START)
+    keys = works.there(KEYS)
+    ends = works.there(KEY_END)
     if width > 1:
         rows = rows.div(width, rounding_mode="floor")
     torch.index_select(lens, 0, rows, out=keys)
@@ -67,7 +73,8 @@ def check_layout(wrapper: Any, bounds: NDArray[np.int32], width: int) -> None:
     """RuntimeError unless the host's works say what was planned: rows of ``width`` queries and ``bounds`` [R] keys."""
     try:
         works = Works(wrapper)
-        rows, reached = works.host(QUERY_START) // width, np.zeros_like(bounds)
+        rows = works.host(QUERY_START) // width
+        reached = np.zeros_like(bounds)
         np.maximum.at(reached, rows, works.host(KEY_END))
         as_planned = np.array_equal(bounds[rows], works.host(KEYS)) and np.array_equal(reached, bounds)
     except (AttributeError, IndexError, ValueError):

@@ -11,7 +11,11 @@ from glowplug.plugins.attention.shared.absorbed import check_absorbed
 SGL_KERNEL = "sglang-kernel"  #: the distribution; it is imported as ``sgl_kernel``
 HOPPER = frozenset({cards.HOPPER})
 SIXTEEN_BITS = frozenset({"bfloat16", "float16"})
-LATENT, ROTARY, NOPE, VALUE = 512, 64, 128, 128  #: DeepSeek-V2's and V3's sizes of a head
+#: DeepSeek-V2's and V3's sizes of a head
+LATENT = 512
+ROTARY = 64
+NOPE = 128
+VALUE = 128
 
 
 def check_sizes(name: str) -> Check:
@@ -38,7 +42,8 @@ def check_kv_is_compute(name: str) -> Check:
 
     def check(context: CheckContext) -> Iterator[Refusal]:
         yield from sizes(context)
-        compute, kept = context.values["dtype"], context.values["kv_dtype"]
+        compute = context.values["dtype"]
+        kept = context.values["kv_dtype"]
         if kept in SIXTEEN_BITS and kept != compute:
             yield Refusal(name, "attention.kv_dtype", f"{name} reads a cache of the compute dtype {compute}, "
                           f"not {kept}", 'attention.kv_dtype = "auto"')

@@ -35,7 +35,8 @@ class PagedMha:
 
     def __init__(self, options: AttentionOptions, plan: EnginePlan, worker: Worker) -> None:
         facts = plan.facts.model
-        self._plan, self._page_size = plan, plan.sizes.page_size
+        self._plan = plan
+        self._page_size = plan.sizes.page_size
         self._heads = facts.num_heads // axis_size("attn_tp", plan.mesh)
         self._kv_heads = local_kv_heads(plan)
         self._head_dim = facts.head_dim
@@ -77,8 +78,10 @@ class PagedMha:
         self._kv = limits.kv
 
     def plan_step(self, batch: Batch, slot: object | None) -> None:
-        decodes, tokens = batch.num_decodes, batch.decode_tokens
-        self._slots, self._decode_tokens = batch.slots, tokens
+        decodes = batch.num_decodes
+        tokens = batch.decode_tokens
+        self._slots = batch.slots
+        self._decode_tokens = tokens
         if decodes:
             self.plan_decode(batch, slot, decodes, tokens // decodes)
         if decodes < batch.num_rows:
@@ -92,7 +95,9 @@ class PagedMha:
 
     def mha(self, q: Tensor, k: Tensor, v: Tensor, layer: MhaLayer) -> Tensor:
         assert self._slots is not None, "plan_step comes first"
-        kv, count, tokens = self._kv[layer.index], self._decode_tokens, q.shape[0]
+        kv = self._kv[layer.index]
+        count = self._decode_tokens
+        tokens = q.shape[0]
         mha_store(k, v, kv["k"], kv["v"], self._slots, self.follows and count == tokens)
         parts = [self.decode(q[:count], kv, layer.scale)] if count else []
         if count < tokens:

@@ -54,11 +54,14 @@ class PagedMla:
 
     def __init__(self, options: AttentionOptions, plan: EnginePlan, worker: Worker) -> None:
         facts = plan.facts.model
-        self._plan, self._page_size = plan, plan.sizes.page_size
-        self._lora, self._rope = facts.kv_lora_rank, facts.qk_rope_head_dim
+        self._plan = plan
+        self._page_size = plan.sizes.page_size
+        self._lora = facts.kv_lora_rank
+        self._rope = facts.qk_rope_head_dim
         self._dtype: torch.dtype = worker.dtype or getattr(torch, plan.dtype)
         self._device = torch.device(worker.device)
-        nope, value = int(facts.config.get("qk_nope_head_dim", 128)), int(facts.config.get("v_head_dim", 128))
+        nope = int(facts.config.get("qk_nope_head_dim", 128))
+        value = int(facts.config.get("v_head_dim", 128))
         self._most_keys = most_keys(facts.num_heads, nope + self._rope, value, self._dtype.itemsize)
         self._absorbed: str = getattr(options, "absorbed", "bf16")
         self._kernels, self._expand, self._merge_into = _kernels(self._device)
@@ -111,7 +114,8 @@ class PagedMla:
         self._kv = tuple(layer["kv"] for layer in limits.kv)
 
     def plan_step(self, batch: Batch, slot: object | None) -> None:
-        decodes, tokens = batch.num_decodes, batch.decode_tokens
+        decodes = batch.num_decodes
+        tokens = batch.decode_tokens
         if decodes:
             self.plan_decode(batch, slot, 0, decodes, tokens // decodes)
         ragged = plan_ragged(batch, self._page_size, self._most_keys) if decodes < batch.num_rows else []
@@ -121,7 +125,8 @@ class PagedMla:
 
     def mla(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, layer: MlaLayer) -> Tensor:
         step = self._planned()
-        kv, count = self._kv[layer.index], step.decode
+        kv = self._kv[layer.index]
+        count = step.decode
         self._kernels.store(latent, k_rope, kv, step.slots)
         absorbed = q_nope.new_empty(count, layer.heads, self._lora + self._rope)
         absorbed[..., self._lora :] = q_rope[:count]
@@ -155,7 +160,8 @@ class PagedMla:
     def _attend(self, absorbed: Tensor, query: Tensor, own: Tensor, layer: MlaLayer) -> Tensor:
         """Decoding tokens' absorbed [n, H, lora + rope]; prefill tokens' query [m, H, nope + rope] and own keys
         [m, lora + rope] -> [n + m, H * v_dim]."""
-        step, kv = self._planned(), self._kv[layer.index]
+        step = self._planned()
+        kv = self._kv[layer.index]
         out = query.new_empty(step.decode + query.shape[0], layer.heads, layer.v_dim)
         if step.decode:
             self.decode_values(absorbed, kv, layer, self._stored(layer, step.decode)[1], out[: step.decode])
@@ -169,7 +175,8 @@ class PagedMla:
         """
         if layer.kv_stored is None:
             return None, None
-        (values, scales), rows = layer.kv_stored, layer.nope_dim
+        (values, scales) = layer.kv_stored
+        rows = layer.nope_dim
         uk, uv = stored_is_faster(self._absorbed, layer.heads, tokens)
         return (Blocks(values[:, :rows], scales[:, : rows // BLOCK]) if uk else None,
                 Blocks(values[:, rows:].transpose(1, 2), scales[:, rows // BLOCK :].transpose(1, 2)) if uv else None)
@@ -179,7 +186,8 @@ class PagedMla:
         lse = self._call(rows.calls[0], query, own, kv, layer, out)
         if len(rows.calls) == 1:
             return
-        total, part = out.float(), torch.empty_like(out)
+        total = out.float()
+        part = torch.empty_like(out)
         for call in rows.calls[1:]:
             self._merge_into(total, lse, part, self._call(call, query, own, kv, layer, part))
         out.copy_(total)

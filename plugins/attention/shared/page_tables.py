@@ -47,9 +47,11 @@ class SlotBuffers:
         table int32 [R, P] and lens int32 [R] -> slots int32 [R, P * page_size - first] and the lengths behind
         ``first``; valid until the next table is made.
         """
-        rows, count = table.shape[0], table.shape[1] * page_size - first
+        rows = table.shape[0]
+        count = table.shape[1] * page_size - first
         place = self._place(slot, rows * (count + 1), table.device)
-        slots, behind = place[: rows * count].view(rows, count), place[rows * count :]
+        slots = place[: rows * count].view(rows, count)
+        behind = place[rows * count :]
         positions = torch.arange(first, first + count, device=table.device)
         columns = positions.div(page_size, rounding_mode="floor")
         # NOTE: written where it stays, in int32: whole tables of int64 in between took ten times as much.

@@ -19,8 +19,10 @@ def _expanded(key: int, value: int) -> int:
 
 def mla_bytes(step: AttentionStep) -> int:
     """The output and the tokens' own cache entries, and what the largest call takes: see ``PagedMla._ragged``."""
-    entry, expanded = step.entry * step.element, step.heads * _expanded(step.key, step.value) * step.element
-    lse, value = step.heads * SHOWN, step.heads * step.value
+    entry = step.entry * step.element
+    expanded = step.heads * _expanded(step.key, step.value) * step.element
+    lse = step.heads * SHOWN
+    value = step.heads * step.value
     kept = step.tokens * (entry + value * step.element)
     whole = step.longest + step.cached
     if not step.cached:

@@ -69,7 +69,8 @@ def plan_ragged(batch: Batch, page_size: int, most_keys: int) -> list[RaggedRows
     """
     starts = np.zeros(batch.num_rows + 1, np.int64)
     np.cumsum(batch.query_lens, out=starts[1:])
-    runs, parts = list(_runs(batch, most_keys)), []
+    runs = list(_runs(batch, most_keys))
+    parts = []
     for low, high, kind in runs:
         parts.append(_long(batch, page_size, most_keys, low) if kind == "long" else
                      [_own(batch, low, high) if kind == "own" else _cached(batch, page_size, low, high)])
@@ -82,15 +83,20 @@ def plan_ragged(batch: Batch, page_size: int, most_keys: int) -> list[RaggedRows
 
 def _runs(batch: Batch, most_keys: int) -> Iterator[tuple[int, int, str]]:
     """(first row, last row + 1, kind) with kind "own", "cached" or "long"."""
-    low, kind, held = batch.num_decodes, "", 0
+    low = batch.num_decodes
+    kind = ""
+    held = 0
     for row in range(batch.num_decodes, batch.num_rows):
         keys = int(batch.kv_lens[row]) - batch.first_key
         row_kind = "own" if int(batch.query_lens[row]) == keys else "long" if keys > most_keys else "cached"
         joins = row_kind == kind == "own" or (kind == "cached" and row_kind != "long" and held + keys <= most_keys)
         if row > low and not joins:
             yield low, row, kind
-            low, held, kind = row, 0, row_kind
-        kind, held = kind or row_kind, held + keys
+            low = row
+            held = 0
+            kind = row_kind
+        kind = kind or row_kind
+        held = held + keys
     if low < batch.num_rows:
         yield low, batch.num_rows, kind
 
@@ -101,14 +107,16 @@ def _own(batch: Batch, low: int, high: int) -> _Keys:
 
 
 def _cached(batch: Batch, page_size: int, low: int, high: int) -> _Keys:
-    first, ends = batch.first_key, batch.kv_lens[low:high]
+    first = batch.first_key
+    ends = batch.kv_lens[low:high]
     slots = [_slots(batch, page_size, row, first, int(batch.kv_lens[row])) for row in range(low, high)]
     return _Keys(batch.query_lens[low:high], ends - np.int32(first), True, np.concatenate(slots))
 
 
 def _long(batch: Batch, page_size: int, most_keys: int, row: int) -> list[_Keys]:
     queries = batch.query_lens[row : row + 1]
-    begin, end = batch.first_key, int(batch.kv_lens[row] - queries[0])
+    begin = batch.first_key
+    end = int(batch.kv_lens[row] - queries[0])
     pieces = -(-(end - begin) // most_keys)
     cuts = np.linspace(begin, end, pieces + 1).astype(int)
     return [_own(batch, row, row + 1)] + [

@@ -167,30 +167,44 @@ def plan_groups(batch: Batch, page_size: int, limits: GroupLimits, decode_bias: 
 def _decode_runs(batch: Batch, limits: GroupLimits) -> Iterator[tuple[int, int]]:
     """(first row, last row + 1); looks at rows one by one only when all together are too many."""
     lens = batch.kv_lens[: batch.num_decodes] - batch.first_key
-    low, longest = 0, 0
+    low = 0
+    longest = 0
     for row in range(len(lens) if len(lens) * int(lens.max(initial=0)) > limits.decode_keys else 0):
         longest = max(longest, int(lens[row]))
         if row > low and longest * (row + 1 - low) > limits.decode_keys:
             yield low, row
-            low, longest = row, int(lens[row])
+            low = row
+            longest = int(lens[row])
     if low < len(lens):
         yield low, len(lens)
 
 
 def _prefill_runs(batch: Batch, limits: GroupLimits) -> Iterator[tuple[int, int, str]]:
     """(first row, last row + 1, kind) with kind "own", "cached" or "long"."""
-    low, kind, width, length, tokens = batch.num_decodes, "", 0, 0, 0
+    low = batch.num_decodes
+    kind = ""
+    width = 0
+    length = 0
+    tokens = 0
     for row in range(batch.num_decodes, batch.num_rows):
-        queries, keys = int(batch.query_lens[row]), int(batch.kv_lens[row]) - batch.first_key
+        queries = int(batch.query_lens[row])
+        keys = int(batch.kv_lens[row]) - batch.first_key
         row_kind = _kind(queries, keys, limits)
         count = row + 1 - low
-        wide, long = max(width, queries), max(length, keys)
+        wide = max(width, queries)
+        long = max(length, keys)
         fits = (row_kind == kind != "long" and count * wide <= min(limits.queries, 2 * (tokens + queries) + 256)
                 and (kind == "own" or count * long <= limits.keys))
         if row > low and not fits:
             yield low, row, kind
-            low, tokens, wide, long = row, 0, queries, keys
-        kind, width, length, tokens = row_kind, wide, long, tokens + queries
+            low = row
+            tokens = 0
+            wide = queries
+            long = keys
+        kind = row_kind
+        width = wide
+        length = long
+        tokens = tokens + queries
     if low < batch.num_rows:
         yield low, batch.num_rows, kind
 

@@ -20,7 +20,9 @@ MARGIN = 4.0  #: seconds to name the cause and end everything
 SETTLE = 1.0  #: seconds to read on after the first sign of trouble
 SPAWN = 30.0  #: seconds a process may take to its first sign of life, whatever the limit
 PATIENCE = QUIET + 2 * SETTLE  #: seconds to wait for a silence once ranks have only lost peers
-SPAWNING, ENDED = "spawn", "ended"  #: phases before the first report of a rank, and after its orderly end
+#: phases before the first report of a rank, and after its orderly end
+SPAWNING = "spawn"
+ENDED = "ended"
 LOADED = "ready", "serve", ENDED  #: phases of a rank that has loaded
 
 
@@ -113,7 +115,8 @@ class Watch:
             if isinstance(message, Progress):
                 seen.phase = message.phase
             elif isinstance(message, Failed):
-                seen.gone, seen.phase = True, message.phase
+                seen.gone = True
+                seen.phase = message.phase
                 kind = Kind.CONSEQUENCE if message.consequence else Kind.FAILED
                 self.troubles.append(Trouble(kind, f"rank {rank} failed in phase {message.phase}: {message.reason}",
                                              message.traceback))
@@ -131,7 +134,8 @@ class Watch:
 
     def look(self, limit: float | None = None) -> None:
         """Ranks that have been silent for longer than ``limit`` seconds (None: the watch's own) become trouble."""
-        now, limit = self.clock(), self.limit if limit is None else limit
+        now = self.clock()
+        limit = self.limit if limit is None else limit
         quiet = [(seen.heard, rank) for rank, seen in self._seen.items() if not seen.gone and seen.phase != ENDED
                  and now - seen.heard > (max(limit, SPAWN) if seen.phase == SPAWNING else limit)]
         for heard, rank in sorted(quiet):

@@ -65,7 +65,8 @@ def find_site(options: TorchrunOptions, plan: EnginePlan, environment: Mapping[s
 
 
 def _launched(plan: EnginePlan, environment: Mapping[str, str]) -> Site:
-    rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    rank = int(environment["RANK"])
+    world = int(environment["WORLD_SIZE"])
     if world != plan.ranks:
         raise _refused("parallel", f"torchrun started {world} processes, the plan has {plan.ranks} ranks",
                        f"--nnodes x --nproc-per-node of torchrun = {plan.ranks}, or parallel sizes for {world} ranks")

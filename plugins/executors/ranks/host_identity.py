@@ -78,6 +78,7 @@ def _apart(ours: str, theirs: str) -> tuple[str, str]:
     """Two values; of two JSON objects only the entries that differ."""
     if not (ours.startswith("{") and theirs.startswith("{")):
         return ours, theirs
-    first, second = msgspec.json.decode(ours), msgspec.json.decode(theirs)
+    first = msgspec.json.decode(ours)
+    second = msgspec.json.decode(theirs)
     keys = [key for key in sorted({*first, *second}) if first.get(key) != second.get(key)]
     return (_shown({key: first.get(key) for key in keys}), _shown({key: second.get(key) for key in keys}))

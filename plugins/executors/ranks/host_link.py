@@ -54,7 +54,9 @@ class HostLink:
     """
 
     def __init__(self, site: Site, limit: float, states: Callable[[], dict[int, tuple[str, float]]]) -> None:
-        self.site, self.limit, self._states = site, limit, states
+        self.site = site
+        self.limit = limit
+        self._states = states
         self.wake, self._waker = Pipe(duplex=False)
         self.frames: SimpleQueue[bytes] = SimpleQueue()
         self._held: list[Store] = []
@@ -63,7 +65,9 @@ class HostLink:
         self._heard: dict[int, float] = {}
         self._turned = time.monotonic()  # when the store last answered
         self._broken = ""
-        self._closed, self._urgent, self._told = threading.Event(), threading.Event(), threading.Event()
+        self._closed = threading.Event()
+        self._urgent = threading.Event()
+        self._told = threading.Event()
         self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
 
     # ---- meeting ----------------------------------------------------------------------------------------------------
@@ -87,7 +91,8 @@ class HostLink:
 
     def meet(self, identity: bytes, timeout: float) -> list[bytes]:
         """Every site's identity, once all have come. EngineDead naming those that have not."""
-        me, deadline = self.site.index, time.monotonic() + timeout
+        me = self.site.index
+        deadline = time.monotonic() + timeout
         try:
             self._store.set(f"beat {me}", msgspec.msgpack.encode(self._said))
             self._store.set(f"identity {me}", identity)
@@ -128,7 +133,8 @@ class HostLink:
     # ---- signs of life ----------------------------------------------------------------------------------------------
 
     def _beat_forever(self) -> None:
-        me, others = self.site.index, sorted(self._heard)
+        me = self.site.index
+        others = sorted(self._heard)
         try:
             while not self._closed.is_set():
                 urgent = self._urgent.is_set()
@@ -163,7 +169,9 @@ class HostLink:
 
     def look(self, limit: float | None = None) -> list[Trouble]:
         """What other sites have reported, and those not heard of for ``limit`` seconds (None: the link's own)."""
-        now, limit, name = time.monotonic(), self.limit if limit is None else limit, self.site.name
+        now = time.monotonic()
+        limit = self.limit if limit is None else limit
+        name = self.site.name
         found = [beat.trouble for beat in list(self._beats.values()) if beat.trouble is not None]
         if self.site.index and (self._broken or now - self._turned > limit):
             quiet = f"has gone: {self._broken}" if self._broken else _unheard(now - self._turned)

@@ -31,7 +31,9 @@ class LocalRanks:
     """
 
     def __init__(self, ranks: Sequence[int], watchdog: float, threads: int | None) -> None:
-        self.ranks, self.watch, self._threads = tuple(ranks), Watch(ranks, watchdog), threads
+        self.ranks = tuple(ranks)
+        self.watch = Watch(ranks, watchdog)
+        self._threads = threads
         self._processes: dict[int, Any] = {}
         self._pipes: dict[int, Connection] = {}
         self._sending = threading.Lock()

@@ -44,8 +44,10 @@ class RankLink:
     """
 
     def __init__(self, pipe: Pipe, rank: int) -> None:
-        self.pipe, self.rank = pipe, rank
-        self.phase, self.loop = "build", threading.get_ident()
+        self.pipe = pipe
+        self.rank = rank
+        self.phase = "build"
+        self.loop = threading.get_ident()
         self.progressed = time.monotonic()
         self.waits_in = ""  #: module in which a rank waits for others
         self._lock = threading.Lock()

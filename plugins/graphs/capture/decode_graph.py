@@ -21,7 +21,8 @@ from glowplug.plugins.graphs.capture.staging import Staging
 
 T = TypeVar("T")
 ALIGNED = 256  #: bytes at which each field begins
-LONG, INT = np.dtype(np.int64), np.dtype(np.int32)
+LONG = np.dtype(np.int64)
+INT = np.dtype(np.int32)
 
 
 class Recorder(Protocol):
@@ -111,7 +112,9 @@ class Slot:
     """
 
     def __init__(self, shape: Shape, device: torch.device, staging: Staging, recorder: Recorder | None) -> None:
-        self.shape, self.recorder, self._staging = shape, recorder, staging
+        self.shape = shape
+        self.recorder = recorder
+        self._staging = staging
         self._memory = torch.zeros(shape.offsets[-1], dtype=torch.uint8, device=device)
         self._table = torch.zeros(shape.rows, shape.columns, dtype=torch.int32, device=device)
         self._pages: NDArray[np.int32] = np.zeros((shape.rows, shape.columns), np.int32)  # what ``_table`` holds
@@ -125,7 +128,8 @@ class Slot:
         self.batch = self._own_batch(device)
 
     def _own_batch(self, device: torch.device) -> Batch:
-        rows, width = self.shape.rows, self.shape.width
+        rows = self.shape.rows
+        width = self.shape.width
         made = Batch(
             step=0, mode=self.shape.mode, rows=np.full(rows, self.shape.spare, np.int32),
             epochs=np.zeros(rows, np.int64), num_decodes=rows, query_lens=np.full(rows, width, np.int32),
@@ -177,7 +181,9 @@ class Slot:
 
     def fill(self, batch: Batch) -> Batch:
         """The rows of ``batch``, then padding; enqueued, without waiting for the device."""
-        own, live, shape = self.batch, batch.num_rows, self.shape
+        own = self.batch
+        live = batch.num_rows
+        shape = self.shape
         own.step = batch.step
         own.rows[:live], own.kv_lens[:live] = batch.rows, batch.kv_lens
         if live < self._live:
@@ -211,7 +217,8 @@ class Slot:
         self.batch.pages = self._pages[:, :columns]
         if live == self._live and np.array_equal(self._pages[:live, :given], pages):
             return
-        top, self._live = max(live, self._live), live
+        top = max(live, self._live)
+        self._live = live
         self._pages[:live, :given], self._pages[live:top, :columns] = pages, 0
         turn = self._staging.take()
         staged = self._staging.buffers[turn][: 4 * top * columns].view(torch.int32).view(top, columns)

@@ -56,7 +56,8 @@ class Extends:
         work = extension.work
         if work is None or not counts:
             return
-        self._memory, self._eager = ExtendMemory(work, max(counts), device), work.extend
+        self._memory = ExtendMemory(work, max(counts), device)
+        self._eager = work.extend
         for done, tokens in enumerate(sorted(counts, reverse=True)):
             report(done)
             try:
@@ -64,7 +65,8 @@ class Extends:
             except Exception as error:
                 failed(error, tokens)
         self._counts = sorted(self._replays)
-        self._extension, extension.taker = extension, self
+        self._extension = extension
+        extension.taker = self
 
     def __call__(self, ids: Tensor, positions: Tensor, slots: Tensor, hidden: Tensor, source: Tensor) -> None:
         tokens = len(ids)

@@ -85,8 +85,11 @@ class Pass:
     """A captured pass of ``tokens`` tokens; called like ``Steps.forward`` with as many at most."""
 
     def __init__(self, tokens: int, memory: PassMemory, tape: Tape) -> None:
-        self.tokens, self._memory, self._tape = tokens, memory, tape
-        self._ids, self._positions = memory.ids[:tokens], memory.positions[:tokens]
+        self.tokens = tokens
+        self._memory = memory
+        self._tape = tape
+        self._ids = memory.ids[:tokens]
+        self._positions = memory.positions[:tokens]
         self._calls: list[_Call] = []
         self._pieces: list[Callable[[], None]] = []
         self._batch = _batch_of(tokens)
@@ -118,7 +121,8 @@ class Pass:
         return len(self._calls)
 
     def __call__(self, ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
-        live, pieces = len(ids), iter(self._pieces)
+        live = len(ids)
+        pieces = iter(self._pieces)
         self._memory.fill(ids, positions)
         next(pieces)()
         for call, piece in zip(self._calls, pieces):

@@ -18,7 +18,8 @@ class Staging:
 
     def take(self) -> int:
         """Number of the buffer to write next."""
-        at, self._next = self._next, (self._next + 1) % TURNS
+        at = self._next
+        self._next = (self._next + 1) % TURNS
         if self._events:
             self._events[at].synchronize()  # long past, unless the device is behind by the whole ring
         return at

@@ -16,7 +16,8 @@ class CudaTape:
     """See ``piecewise_runtime.Tape``. Its graphs are replayed on one stream, as all others of the pool."""
 
     def __init__(self, recorder: CudaRecorder) -> None:
-        self._stream, self._pool = recorder.stream, recorder.pool
+        self._stream = recorder.stream
+        self._pool = recorder.pool
         self._graphs: list[torch.cuda.CUDAGraph] | None = None  # of the pass being captured
 
     def record(self, work: Callable[[], T]) -> tuple[list[Callable[[], None]], T]:

@@ -46,7 +46,8 @@ class Source:
 
     def __init__(self, plan: EnginePlan) -> None:
         facts = plan.facts.model
-        self._tensors, self._listed = facts.tensors, listed(quantization_config(facts))
+        self._tensors = facts.tensors
+        self._listed = listed(quantization_config(facts))
         self.group = awq_group(facts)
 
     def covers(self, module: str) -> bool:
@@ -61,7 +62,8 @@ class Source:
     def targets(self, module: str, full: tuple[int, int], index: tuple[slice, slice], put: Put,
                 ) -> Iterator[WeightTarget]:
         """Of the slice ``index`` (outputs, inputs) of a matrix ``full``; ``put`` gets its three tensors together."""
-        (rows, columns), (outputs, inputs) = full, index
+        (rows, columns) = full
+        (outputs, inputs) = index
         if rows % layout.PACK:
             raise ValueError(f"{module}: {rows} outputs are no whole words of {layout.PACK}")
         grid = -(-columns // self.group) if self.group > 0 else 1
@@ -107,7 +109,8 @@ class Awq:
 
     def __init__(self, options: AwqOptions, plan: EnginePlan, worker: Worker) -> None:
         self._dtype: torch.dtype = worker.dtype or getattr(torch, plan.dtype)
-        self._device, self._source = worker.device, Source(plan)
+        self._device = worker.device
+        self._source = Source(plan)
         self.block = max(layout.PACK, self._source.group)
 
     def linear(self, shape: LinearShape) -> LinearMethod:

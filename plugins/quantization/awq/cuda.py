@@ -106,10 +106,13 @@ class AwqLinearCuda(Biased):
 
     def __init__(self, shape: LinearShape, dtype: torch.dtype, device: str, source: Source, multiply: Multiply) -> None:
         super().__init__(shape, dtype, device)
-        self._dtype, self._source, self._multiply = dtype, source, multiply
+        self._dtype = dtype
+        self._source = source
+        self._multiply = multiply
         self._held = Packed(1, sum(shape.outputs), shape.inputs, source, dtype, device)
         self._group = self._held.weights.group
-        self.weight, self.factors = self._held.packed[0], self._held.factors[0]
+        self.weight = self._held.packed[0]
+        self.factors = self._held.factors[0]
 
     def targets(self) -> Iterator[WeightTarget]:
         for name, full, index, span in linear_slices(self.shape):
@@ -131,7 +134,8 @@ class AwqExpertsCuda:
 
     def __init__(self, shape: ExpertsShape, dtype: torch.dtype, device: str, source: Source) -> None:
         assert not shape.shared or shape.inter == shape.inter_full, "a shared expert rides along on one rank alone"
-        self.shape, self._source = shape, source
+        self.shape = shape
+        self._source = source
         count = shape.count + shape.shared
         self.w13 = Packed(count, 2 * shape.inter, shape.hidden, source, dtype, device)
         self.w2 = Packed(count, shape.hidden, shape.inter, source, dtype, device)
@@ -145,7 +149,8 @@ class AwqExpertsCuda:
 
     def _take_shared(self, rows: slice | None, qweight: Tensor, qzeros: Tensor, scales: Tensor) -> None:
         """``rows`` of w13 from gates or ups (S * I outputs); None: w2 from S * I inputs."""
-        shape, device = self.shape, self.w13.packed.device
+        shape = self.shape
+        device = self.w13.packed.device
         parts = [layout.unpack(qweight.to(device)), layout.unpack(qzeros.to(device)), scales]
         held, columns, dim = (self.w2, WHOLE, 0) if rows is None else (self.w13, rows, 1)
         for number in range(shape.shared):

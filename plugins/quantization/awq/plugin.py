@@ -22,7 +22,8 @@ from glowplug.plugins.quantization.shared.triton_needed import check_triton
 NAME = "awq"
 USE = "quantization.use"
 ROW = -1  #: group size of one scale a row
-LEAST_GROUP, BLOCK = 32, 128
+LEAST_GROUP = 32
+BLOCK = 128
 SUPPORTED = "a checkpoint that AutoAWQ wrote with 4 bits, zero_point true and version gemm"
 AGAIN = "download the checkpoint again"
 SHOWN = 3  #: names listed in a reason
@@ -41,7 +42,8 @@ class AwqOptions(QuantizationOptions):
         return self.dequantize or super().dequantizes(device, offers)
 
     def without_effect(self, context: CheckContext) -> dict[str, str]:
-        found, device = super().without_effect(context), context.values["device"]
+        found = super().without_effect(context)
+        device = context.values["device"]
         (scheme,) = context.chosen["quantization"]
         return {**found, "dequantize": f"weights are dequantised on {device} anyway"} if super().dequantizes(
             device, scheme.offers) else found

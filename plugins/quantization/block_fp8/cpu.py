@@ -95,7 +95,11 @@ class BlockWeight:
 
     def __init__(self, name: str, full: tuple[int, int], index: tuple[slice, slice], destination: Tensor,
                  native: bool) -> None:
-        self.name, self.full, self.index, self.destination, self.native = name, full, index, destination, native
+        self.name = name
+        self.full = full
+        self.index = index
+        self.destination = destination
+        self.native = native
         self._stored: Tensor | None = None
         self._scales: Tensor | None = None
 

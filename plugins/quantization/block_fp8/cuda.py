@@ -93,8 +93,11 @@ class Fp8LinearCuda(Biased):
 
     def __init__(self, shape: LinearShape, dtype: torch.dtype, device: str, native: bool, providers: Providers) -> None:
         super().__init__(shape, dtype, device)
-        self._dtype, self._native, self._providers = dtype, native, providers
-        self.columns, depth = sum(shape.outputs), shape.inputs
+        self._dtype = dtype
+        self._native = native
+        self._providers = providers
+        self.columns = sum(shape.outputs)
+        depth = shape.inputs
         if shape.col_start % BLOCK:
             raise ValueError(f"{shape.name}: a slice from column {shape.col_start} cuts blocks of {BLOCK}")
         inside = [span.start for *_, span in linear_slices(shape)] + list(shape.row_starts)
@@ -145,8 +148,11 @@ class Fp8ExpertsCuda:
                  grouped: GroupedExperts) -> None:
         if shape.inter_start % BLOCK:
             raise ValueError(f"{shape.prefix}: a slice from channel {shape.inter_start} cuts blocks of {BLOCK}")
-        self.shape, self._dtype, self._native = shape, dtype, native
-        self.count, self.inter = shape.count + shape.shared, whole_blocks(shape.inter)
+        self.shape = shape
+        self._dtype = dtype
+        self._native = native
+        self.count = shape.count + shape.shared
+        self.inter = whole_blocks(shape.inter)
         self._grouped = grouped if shape.hidden % BLOCK == 0 else None  #: libraries want whole blocks
         self._has_hopper = moe_gemm_hopper.supported() and moe_fp8_tiles.fits_hopper(shape.hidden, dtype.itemsize)
         kind = {"dtype": torch.float8_e4m3fn, "device": device}
@@ -167,7 +173,8 @@ class Fp8ExpertsCuda:
 
     def _part(self, half: int | None) -> tuple[Tensor, Tensor]:
         """Values and scales of all experts' gate (0), up (1) or down (None) projection."""
-        inter, groups = self.shape.inter, blocks(self.shape.inter)
+        inter = self.shape.inter
+        groups = blocks(self.shape.inter)
         if half is None:
             return self.w2[:, :, :inter], self.scales2[:, :, :groups]
         first = half * self.inter

@@ -28,7 +28,8 @@ class Cutlass:
         """x [T, H] quantised, ids and weights float32 [T, K] -> [T, H]. Rows are of ``dtype`` where that has 16 bits.
         """
         between = torch.float16 if dtype == torch.float16 else torch.bfloat16
-        pairs, inter = ids.numel(), w2.shape[2]
+        pairs = ids.numel()
+        inter = w2.shape[2]
         order = moe_places.packed(ids, w13.shape[0], x.shape[1], inter)
         wide, both, narrow = order.strides
         given = _empty(pairs, x.shape[1], x.device)

@@ -72,7 +72,9 @@ class _Library:
 class TritonGemm(_Library):
     """Our own kernel: every shape, and scales of single rows."""
 
-    name, module, function = "triton", "glowplug.kernels.gemm.fp8", "gemm"
+    name = "triton"
+    module = "glowplug.kernels.gemm.fp8"
+    function = "gemm"
     own = True
 
     def fits(self, rows: int, columns: int, depth: int) -> bool:
@@ -90,7 +92,9 @@ class DeepGemm(_Library):
     So it only takes numbers that come back and are tried before any request: few rows, and multiples of WHOLE.
     """
 
-    name, module, function = "deep_gemm", "deep_gemm", "fp8_gemm_nt"
+    name = "deep_gemm"
+    module = "deep_gemm"
+    function = "fp8_gemm_nt"
 
     def fits(self, rows: int, columns: int, depth: int) -> bool:
         return depth % BLOCK == 0 and columns % 16 == 0 and (rows <= 128 or rows % WHOLE == 0)
@@ -128,7 +132,9 @@ def side_by_side(scales: Tensor) -> Tensor:
 class Cutlass(_Library):
     """CUTLASS as sgl_kernel builds it."""
 
-    name, module, function = "cutlass", "sgl_kernel", "fp8_blockwise_scaled_mm"
+    name = "cutlass"
+    module = "sgl_kernel"
+    function = "fp8_blockwise_scaled_mm"
     pads = True
 
     def fits(self, rows: int, columns: int, depth: int) -> bool:
@@ -142,7 +148,9 @@ class Cutlass(_Library):
 class Cublas(_Library):
     """cuBLASLt's block scaling through torch."""
 
-    name, module, function = "cublas", "torch", "_scaled_mm"
+    name = "cublas"
+    module = "torch"
+    function = "_scaled_mm"
     pads = True
 
     def fits(self, rows: int, columns: int, depth: int) -> bool:
@@ -159,7 +167,9 @@ class Flashinfer(_Library):
     NOTE: 0.6.11 says that scales of x are [M, K / 128] and asks for no shape; its kernel reads [K / 128, ceil4(M)].
     """
 
-    name, module, function = "flashinfer", "flashinfer.gemm", "fp8_blockscale_gemm_sm90"
+    name = "flashinfer"
+    module = "flashinfer.gemm"
+    function = "fp8_blockscale_gemm_sm90"
 
     def fits(self, rows: int, columns: int, depth: int) -> bool:
         return depth % BLOCK == 0 and columns % 64 == 0

@@ -29,7 +29,8 @@ class Masked:
         """x [T, H] quantised, ids (of a token all different) and weights float32 [T, K] -> [T, H]."""
         if x.shape[0] > MASKED_TOKENS:
             return self._beyond.experts(x, x_scales, w13, scales13, w2, scales2, ids, weights, dtype)
-        count, rows = w13.shape[0], masked_rows(x.shape[0])
+        count = w13.shape[0]
+        rows = masked_rows(x.shape[0])
         place, counts = moe_places.static(ids, count, rows)
         usual = -(-ids.numel() // count)
         given = _empty(count, rows, x.shape[1], x.device)

@@ -108,7 +108,8 @@ class SlicedMatrix:
         self._finish()
 
     def _finish(self) -> None:
-        stored, grid = self._stored, self._grid
+        stored = self._stored
+        grid = self._grid
         if stored is None or grid is None:
             return
         self._stored = self._grid = None

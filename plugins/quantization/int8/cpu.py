@@ -51,7 +51,8 @@ class Source:
 
     def __init__(self, plan: EnginePlan) -> None:
         facts = plan.facts.model
-        self._tensors, self._listed = facts.tensors, listed(quantization_config(facts))
+        self._tensors = facts.tensors
+        self._listed = listed(quantization_config(facts))
         self._native = facts.quant_method in INT8_METHODS
 
     def covers(self, module: str) -> bool:
@@ -117,7 +118,8 @@ class W8A8Int8:
 
     def __init__(self, options: W8A8Int8Options, plan: EnginePlan, worker: Worker) -> None:
         self._dtype: torch.dtype = worker.dtype or getattr(torch, plan.dtype)
-        self._device, self._source = worker.device, Source(plan)
+        self._device = worker.device
+        self._source = Source(plan)
         self._rounds = options.activations == "dynamic"
 
     def linear(self, shape: LinearShape) -> LinearMethod:
@@ -143,7 +145,8 @@ class Int8Linear(DenseLinear):
 
     def __init__(self, shape: LinearShape, dtype: torch.dtype, device: str, source: Source, rounds: bool) -> None:
         super().__init__(shape, dtype, device)
-        self._source, self._rounds = source, rounds
+        self._source = source
+        self._rounds = rounds
 
     def targets(self) -> Iterator[WeightTarget]:
         for name, full, index, span in linear_slices(self.shape):
@@ -160,7 +163,8 @@ class Int8Experts(DenseExperts):
 
     def __init__(self, shape: ExpertsShape, dtype: torch.dtype, device: str, source: Source, rounds: bool) -> None:
         super().__init__(shape, dtype, device)
-        self._source, self._rounds = source, rounds
+        self._source = source
+        self._rounds = rounds
 
     def targets(self) -> Iterator[WeightTarget]:
         for name, full, index, expert, span in expert_slices(self.shape):

@@ -102,7 +102,9 @@ class Int8LinearCuda(Biased):
 
     def __init__(self, shape: LinearShape, dtype: torch.dtype, device: str, source: Source, multiply: Multiply) -> None:
         super().__init__(shape, dtype, device)
-        self._dtype, self._source, self._multiply = dtype, source, multiply
+        self._dtype = dtype
+        self._source = source
+        self._multiply = multiply
         self.weight = torch.empty(sum(shape.outputs), shape.inputs, dtype=torch.int8, device=device)
         self.scales = torch.empty(sum(shape.outputs), device=device)
 
@@ -136,7 +138,9 @@ class Int8ExpertsCuda:
 
     def __init__(self, shape: ExpertsShape, dtype: torch.dtype, device: str, source: Source) -> None:
         assert not shape.shared or shape.inter == shape.inter_full, "a shared expert rides along on one rank alone"
-        self.shape, self._dtype, self._source = shape, dtype, source
+        self.shape = shape
+        self._dtype = dtype
+        self._source = source
         count = shape.count + shape.shared
         self.w13 = torch.empty(count, 2 * shape.inter, shape.hidden, dtype=torch.int8, device=device)
         self.w2 = torch.empty(count, shape.hidden, shape.inter, dtype=torch.int8, device=device)

@@ -51,14 +51,16 @@ def _dense(step: ExpertsStep, up: Config) -> Work:
     that tiles leave empty, or of each token; where everybody's experts have tiles of their own, theirs behind. Where
     these are dense products, their gates, ups and product come before all that, and one row of results is left.
     """
-    routed, experts = step.tokens * (step.chosen - step.shared), step.count - step.shared
+    routed = step.tokens * (step.chosen - step.shared)
+    experts = step.count - step.shared
     if up["way"] == "hopper" and up["apart"] and step.shared:
         outer, out = (step.tokens * rows * step.hidden * step.element for rows in (step.chosen - step.shared + 1, 1))
         apart = 3 * step.tokens * step.shared * step.inter * step.element
         rows = tiled_rows(routed, experts, up["block_m"])
         most = outer + max(apart, rows * (step.inter * step.element + SHOWN))
         return Work(most, outer) if step.parts else Work(max(most, outer + out), out)
-    places, beside = step.pairs, step.tokens * step.shared
+    places = step.pairs
+    beside = step.tokens * step.shared
     if up["way"] in ("hopper", "sorted"):
         wide = moe_tiles.has_wide_tiles(up, step.tokens)
         places = tiled_rows(*((routed, experts) if wide else (step.pairs, step.count)), up["block_m"])

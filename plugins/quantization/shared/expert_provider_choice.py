@@ -18,7 +18,9 @@ FIELD = "quantization.experts"
 
 def remark(context: CheckContext) -> Decision | None:
     """Of a plan for CUDA devices that our kernels are made for; None where nothing is left to be chosen."""
-    options, model, dtype = on_device(context), context.facts.model, context.values["dtype"]
+    options = on_device(context)
+    model = context.facts.model
+    dtype = context.values["dtype"]
     if not isinstance(options, BlockFp8Options) or options.experts != "auto" or not model.n_routed_experts:
         return None
     if by_dtype("auto", DTYPE_BYTES[dtype]) != "auto":

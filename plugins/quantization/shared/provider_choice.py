@@ -62,7 +62,8 @@ class Choice:
 
 _FP8_RULE = f"triton up to {FEW} rows, then the first of {', '.join(UNMEASURED)} that is there"
 FP8 = Choice("fp8_gemm", {**LIBRARIES, "cublas": ()}, _FP8_RULE, _FP8_RULE)
-INT8_ROWS, AWQ_ROWS = ByRows("triton", "cutlass", 64), ByRows("triton", "cublas", 512)
+INT8_ROWS = ByRows("triton", "cutlass", 64)
+AWQ_ROWS = ByRows("triton", "cublas", 512)
 INT8 = Choice("int8_gemm", INT8_LIBRARIES, INT8_ROWS)
 AWQ = Choice("awq_gemm", {"triton": (), "cublas": ()}, AWQ_ROWS, everywhere=True)
 #: of options and those that inherit them
@@ -72,7 +73,8 @@ CHOICES: Mapping[type[QuantizationOptions], Choice] = {BlockFp8Options: FP8, W8A
 def on_device(context: CheckContext) -> QuantizationOptions | None:
     """Options of the plan's scheme, where weights stay as narrow on CUDA devices as they are stored."""
     for scheme in context.chosen.get("quantization", ())[:1]:
-        options, offers = scheme.options, scheme.offers
+        options = scheme.options
+        offers = scheme.offers
         if isinstance(options, QuantizationOptions) and isinstance(offers, QuantizationOffers):
             return None if options.dequantizes("cuda", offers) else options
     return None
@@ -80,7 +82,8 @@ def on_device(context: CheckContext) -> QuantizationOptions | None:
 
 def remark(context: CheckContext) -> Decision | None:
     """Who multiplies where ``quantization.gemm`` is left to be chosen, and of what is installed it is chosen."""
-    machine, options = context.facts.hardware, on_device(context)
+    machine = context.facts.hardware
+    options = on_device(context)
     cards = {card.compute for card in machine.devices}
     if not isinstance(options, BlockFp8Options | W8A8Int8Options | AwqOptions) or options.gemm != "auto":
         return None

@@ -37,7 +37,8 @@ class Fp8GemmTuner:
         for shape in shapes.linears:
             if shape.name not in shapes.quantized:
                 continue
-            columns, depth = sum(shape.outputs), shape.inputs
+            columns = sum(shape.outputs)
+            depth = shape.inputs
             problem = tuned.problem(columns, depth)
             path = tuned.FOLDER / tuned.file_name(problem, tuned.FP8, (BLOCK, BLOCK))
             both = set(rows_in(path)) & set(providers_in(provider_path(), problem))
@@ -78,7 +79,8 @@ class Operands:
     """Of one product: x, and so many copies of the weight, in whole blocks of rows, that they come from memory."""
 
     def __init__(self, rows: int, columns: int, depth: int, device: str = "cuda") -> None:
-        self.columns, whole = columns, -(-columns // BLOCK) * BLOCK
+        self.columns = columns
+        whole = -(-columns // BLOCK) * BLOCK
         self.x, self.x_scales = fp8_quant.quantize(torch.randn(rows, depth, device=device).bfloat16())
         self.weights = [torch.randn(whole, depth, device=device).to(torch.float8_e4m3fn)
                         for _ in range(copies(whole * depth))]

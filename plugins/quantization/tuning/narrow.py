@@ -30,7 +30,8 @@ class NarrowTuner:
     kind = ""
 
     def __init__(self, plan: EnginePlan, device: str = "cuda") -> None:
-        self._plan, self._device = plan, device
+        self._plan = plan
+        self._device = device
         self._dtype: torch.dtype = getattr(torch, plan.dtype)
 
     def tables(self, shapes: LayerShapes, rows: tuple[int, ...]) -> list[TuneTable]:
@@ -59,7 +60,8 @@ class NarrowTuner:
 
 
 class Int8GemmTuner(NarrowTuner):
-    scheme, kind = w8a8_int8.NAME, gemm_order.INT8.kind
+    scheme = w8a8_int8.NAME
+    kind = gemm_order.INT8.kind
 
     def calls(self, rows: int, columns: int, depth: int) -> Calls:
         x = int8_quant.quantize(torch.randn(rows, depth, dtype=self._dtype, device=self._device))
@@ -78,7 +80,8 @@ class Int8GemmTuner(NarrowTuner):
 class AwqGemmTuner(NarrowTuner):
     """In groups as the plan's model has them."""
 
-    scheme, kind = awq.NAME, gemm_order.AWQ.kind
+    scheme = awq.NAME
+    kind = gemm_order.AWQ.kind
 
     def calls(self, rows: int, columns: int, depth: int) -> Calls:
         stated = awq_group(self._plan.facts.model)
